@@ -1,0 +1,1 @@
+"""Bytes on storage, and the manifest file. A backend never decides sharding, and sharding never touches bytes."""

@@ -1,0 +1,88 @@
+"""The files of a checkpoint directory that are not tensors: the commit marker and the manifest.
+
+`metadata.json` is Megatron's, written last: it is the commit marker. `fp8_manifest.json` is ours, written before it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..errors import IncompleteCheckpointError, ManifestError, Problem
+from ..sharding.manifest import FILE_NAME, Manifest
+
+COMMIT_MARKER = "metadata.json"
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def clear_commit(directory: Path) -> None:
+    """Make an older checkpoint in `directory` read as incomplete: remove its marker first, then its manifest."""
+    for name in (COMMIT_MARKER, FILE_NAME):
+        path = directory / name
+        if path.exists():
+            path.unlink()
+            _sync_directory(directory)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest under a temporary name, sync it, and put it in place."""
+    partial = directory / f".{FILE_NAME}.partial"
+    with partial.open("w", encoding="utf-8") as f:
+        f.write(manifest.dumps())
+        f.flush()
+        os.fsync(f.fileno())
+    partial.replace(directory / FILE_NAME)
+    _sync_directory(directory)
+
+
+def check_committed(directory: Path) -> None:
+    """Refuse a directory without commit marker.
+
+    Raises:
+        IncompleteCheckpointError: there is no `metadata.json`.
+    """
+    if not directory.is_dir():
+        problem = Problem(str(directory), "no such directory", "a checkpoint directory")
+        raise IncompleteCheckpointError("there is no checkpoint", [problem])
+    if not (directory / COMMIT_MARKER).is_file():
+        remedy = "The save was interrupted before it was complete: use an earlier checkpoint."
+        problem = Problem(str(directory), f"no {COMMIT_MARKER}", "the commit marker that a complete save leaves", remedy)
+        raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
+
+
+def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a complete checkpoint. Local: reads one small file.
+
+    Args:
+        checkpoint_dir: the checkpoint's directory.
+
+    Raises:
+        IncompleteCheckpointError: no such directory, no commit marker, or no manifest (nothing in it is quantized).
+        ManifestError: the manifest is damaged or of a version that cannot be read.
+    """
+    directory = Path(checkpoint_dir)
+    manifest = find_manifest(directory)
+    if manifest is None:
+        problem = Problem(str(directory), f"no {FILE_NAME}", "the manifest of a checkpoint with quantized tensors")
+        raise IncompleteCheckpointError("the checkpoint holds no quantized tensors", [problem])
+    return manifest
+
+
+def find_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a complete checkpoint, or None where nothing is quantized. Raises as `read_manifest` does."""
+    check_committed(directory)
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ManifestError(f"{FILE_NAME} is damaged", [Problem(FILE_NAME, f"no UTF-8 ({e})", "UTF-8 text")]) from e
+    return Manifest.loads(text)

@@ -1,0 +1,163 @@
+"""Megatron's torch_dist format: torch.distributed.checkpoint files, written and read without a GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from ..compat import host
+from ..errors import IncompleteCheckpointError, Problem, StorageError
+from ..sharding.layout import Box, Region
+from ..sharding.manifest import StoredTensor
+from ..transfer import to_host
+
+_METADATA = ".metadata"
+
+
+class TorchDistBackend:
+    """The torch_dist member of the backend protocol."""
+
+    name = "torch_dist"
+
+    def __init__(self, thread_count: int = 1, keep_only_main_replica: bool = True) -> None:
+        """Settings of a write, as Megatron's save strategy has them.
+
+        Args:
+            thread_count: files per rank.
+            keep_only_main_replica: leave out replicas by their replica_id.
+        """
+        self.thread_count = thread_count
+        self.keep_only_main_replica = keep_only_main_replica
+
+    def write(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        """See `Backend.write`. The files are synced before `.metadata` is put in place."""
+        try:
+            host.save_torch_dist(
+                sharded_state_dict,
+                checkpoint_dir,
+                thread_count=self.thread_count,
+                keep_only_main_replica=self.keep_only_main_replica,
+                to_host=to_host,
+            )
+        except host.CheckpointException as e:
+            problems = [Problem(str(checkpoint_dir), f"{error}", "a write that succeeds").at([rank]) for rank, (error, _) in e.failures.items()]
+            raise StorageError("writing the checkpoint failed", problems) from e
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        """See `Backend.load`. Megatron's own load strategy reads."""
+        try:
+            return host.load_torch_dist(sharded_state_dict, checkpoint_dir)
+        except host.CheckpointException as e:
+            problems = [Problem(str(checkpoint_dir), f"{error}", "a read that succeeds").at([rank]) for rank, (error, _) in e.failures.items()]
+            raise StorageError("reading the checkpoint failed", problems) from e
+
+    def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
+        """See `Backend.index`."""
+        return {
+            key: StoredTensor(
+                dtype=entry.properties.dtype,
+                shape=tuple(entry.size),
+                chunks=tuple(Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
+            )
+            for key, entry in _metadata(checkpoint_dir).state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, checkpoint_dir: Path, regions: Sequence[Region]) -> list[torch.Tensor]:
+        """See `Backend.read`. Whole stored chunks are read and narrowed."""
+        if not regions:
+            return []
+        planner = _RegionPlanner(regions)
+        try:
+            dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint_dir), planner=planner, no_dist=True)
+        except host.CHECKPOINT_ERRORS as e:
+            keys = ", ".join(sorted({r.key for r in regions})[:10])
+            raise StorageError("reading from the checkpoint failed", [Problem(keys, f"{type(e).__name__}: {e}", "readable regions")]) from e
+        return planner.tensors
+
+    def damage(self, checkpoint_dir: Path) -> list[Problem]:
+        """See `Backend.damage`."""
+        ends: dict[str, int] = defaultdict(int)
+        for item in (_metadata(checkpoint_dir).storage_data or {}).values():
+            ends[item.relative_path] = max(ends[item.relative_path], item.offset + item.length)
+        problems = []
+        for name, end in sorted(ends.items()):
+            path = checkpoint_dir / name
+            size = path.stat().st_size if path.is_file() else None
+            if size is None or size < end:
+                found = "no such file" if size is None else f"{size} bytes"
+                problems.append(Problem(name, found, f"a file of at least {end} bytes", "Files were lost or cut short: restore them."))
+        return problems
+
+
+def _metadata(checkpoint_dir: Path) -> Metadata:
+    path = checkpoint_dir / _METADATA
+    if not path.is_file():
+        problem = Problem(str(checkpoint_dir), f"no {_METADATA}", "the metadata file of a torch_dist checkpoint")
+        raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
+    try:
+        return dcp.FileSystemReader(checkpoint_dir).read_metadata()
+    except Exception as e:  # a damaged pickle can raise anything
+        problem = Problem(_METADATA, f"{type(e).__name__}: {e}", "readable metadata")
+        raise StorageError("the checkpoint's metadata cannot be read", [problem]) from e
+
+
+class _RegionPlanner(LoadPlanner):
+    """Reads regions of stored tensors into tensors of its own."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = regions
+        self.tensors: list[torch.Tensor] = []
+        self._by_key: dict[str, list[int]] = defaultdict(list)
+        for i, region in enumerate(regions):
+            self._by_key[region.key].append(i)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Allocate the tensors."""
+        assert metadata is not None
+        self.metadata = metadata
+        for region in self.regions:
+            stored = metadata.state_dict_metadata[region.key]
+            assert isinstance(stored, TensorStorageMetadata)
+            self.tensors.append(torch.empty(region.box.shape, dtype=stored.properties.dtype))
+
+    def create_local_plan(self) -> LoadPlan:
+        """One read per region and stored chunk that it meets."""
+        items: list[ReadItem] = []
+        for key, numbers in self._by_key.items():
+            boxes = [self.regions[n].box for n in numbers]
+            chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes]
+            items += create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], chunks)  # type: ignore[arg-type]
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Ranks plan alone."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing is left to do."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Never called: only tensors are planned."""
+        raise AssertionError(f"{read_item} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of a tensor that one read fills."""
+        index = read_item.dest_index.index
+        assert index is not None
+        tensor = self.tensors[self._by_key[read_item.dest_index.fqn][index]]
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(axis, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """The tensor was filled in place."""

@@ -1,0 +1,1 @@
+"""The only room that knows Megatron-core's names and their differences between versions."""

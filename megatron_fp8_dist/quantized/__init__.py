@@ -1,0 +1,1 @@
+"""What a quantized tensor is. Depends on torch alone."""

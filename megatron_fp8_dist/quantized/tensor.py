@@ -1,0 +1,369 @@
+"""BlockScaledTensor: codes, scales and explicit block edges in one torch.Tensor.
+
+It goes through code that cuts and joins parameters (Megatron's factories) without changing a byte, which Transformer
+Engine's own classes do not, and it serves as an FP8-resident weight where Transformer Engine is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from . import numerics
+from .grid import Grid, cat, paste
+from .scheme import SCALE_DTYPES, Scheme
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """One direction of a quantized tensor."""
+
+    codes: torch.Tensor
+    """uint8, the logical shape."""
+    scale: Grid
+    """scale_inv per block."""
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Direction:
+        """Both tensors through `fn`."""
+        return Direction(fn(self.codes), self.scale.map(fn))
+
+
+class BlockScaledTensor(torch.Tensor):
+    """A quantized tensor as codes, scales and block edges.
+
+    Exact, as views or copies of bytes: narrow, slice, chunk, split, cat, detach, clone, moves between devices, and views
+    that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values (`copy_`,
+    `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme. Every other operation works on the
+    dequantized values and gives plain tensors.
+    """
+
+    scheme: Scheme
+    directions: dict[str, Direction]
+    origin: tuple[int, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        scheme: Scheme,
+        directions: Mapping[str, Direction],
+        dtype: torch.dtype = torch.bfloat16,
+        origin: Sequence[int] | None = None,
+        requires_grad: bool = False,
+    ) -> BlockScaledTensor:
+        """Wrap directions, without a copy.
+
+        Args:
+            scheme: how it is quantized.
+            directions: component name of the codes -> codes and scales.
+            dtype: nominal dtype, which the tensor shows to the outside.
+            origin: index of the first element within its quantized shard, per axis; zeros by default.
+            requires_grad: as for any tensor.
+        """
+        codes = next(iter(directions.values())).codes
+        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
+        )
+        out.scheme = scheme
+        out.directions = dict(directions)
+        out.origin = tuple(origin) if origin is not None else (0,) * codes.dim()
+        return out  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def from_components(
+        cls, scheme: Scheme, components: Mapping[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16
+    ) -> BlockScaledTensor:
+        """One whole quantized shard from its components, which are not copied.
+
+        Args:
+            scheme: how it is quantized.
+            components: component name -> tensor. Codes uint8 of the logical shape; scales one per block, in the
+                scheme's scale dtype, as many axes as the codes.
+            dtype: nominal dtype.
+
+        Raises:
+            ValueError: a component is missing, or its dtype or shape is not the scheme's.
+        """
+        directions = {}
+        for spec in scheme.directions:
+            for name in (spec.data, spec.scale.component):
+                if name not in components:
+                    raise ValueError(f"component {name} is missing; found {', '.join(sorted(components))}")
+            codes, values = components[spec.data], components[spec.scale.component]
+            if codes.dtype != torch.uint8:
+                raise ValueError(f"{spec.data} is uint8, found {codes.dtype}")
+            edges = numerics.destination_edges(scheme, spec, tuple(codes.shape))
+            expected = SCALE_DTYPES[spec.scale.scale_format], tuple(len(e) - 1 for e in edges)
+            if (values.dtype, tuple(values.shape)) != expected:
+                raise ValueError(
+                    f"{spec.scale.component} is {expected[0]} {expected[1]} for codes of {tuple(codes.shape)}, "
+                    f"found {values.dtype} {tuple(values.shape)}"
+                )
+            directions[spec.data] = Direction(codes, Grid(values, edges))
+        return cls(scheme, directions, dtype)
+
+    @classmethod
+    def quantize(cls, values: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None = None) -> BlockScaledTensor:
+        """Quantize a high-precision tensor as one whole quantized shard.
+
+        Args:
+            values: any float dtype; becomes the nominal dtype, unless it is float32, which gives BF16.
+            scheme: how to quantize.
+            scale: float32 scale, one per block; None takes each block's own largest magnitude.
+        """
+        directions = {}
+        for spec in scheme.directions:
+            edges = numerics.destination_edges(scheme, spec, tuple(values.shape))
+            given = None if scale is None else scale.reshape([len(e) - 1 for e in edges])
+            directions[spec.data] = Direction(*numerics.quantize(values.detach(), scheme.element, edges, given))
+        return cls(scheme, directions, torch.bfloat16 if values.dtype == torch.float32 else values.dtype)
+
+    def components(self) -> dict[str, torch.Tensor]:
+        """Component name -> tensor; the inverse of `from_components`."""
+        out = {}
+        for spec in self.scheme.directions:
+            direction = self.directions[spec.data]
+            out[spec.data], out[spec.scale.component] = direction.codes, direction.scale.values
+        return out
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
+        """code * scale_inv, computed in float32, as a plain tensor of `dtype` (the nominal dtype by default)."""
+        direction = self.directions[self.scheme.directions[0].data]
+        out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        return numerics.dequantize_into(out, direction.codes, direction.scale, self.scheme.element)
+
+    def conform(self, scheme: Scheme) -> tuple[BlockScaledTensor, int]:
+        """This tensor as one quantized shard of `scheme`, and the number of blocks that had to be requantized.
+
+        A block is exact, codes and scale copied, where all source blocks that it meets have bitwise equal scales and
+        the element format stays. It is requantized in float32, once, with a scale from its own largest magnitude,
+        where not. On the meta device only the scales and the number are computed.
+        """
+        directions, count = {}, 0
+        for spec in scheme.directions:
+            source = self.directions[spec.data]
+            edges = numerics.destination_edges(scheme, spec, tuple(self.shape))
+            codes, grid, blocks = numerics.requantize(
+                source.codes, source.scale, self.scheme.element, scheme.element, edges
+            )
+            directions[spec.data], count = Direction(codes, grid), count + blocks
+        return BlockScaledTensor(scheme, directions, self.dtype), count
+
+    def write_(self, source: BlockScaledTensor) -> None:
+        """Overwrite codes and scales in place with those of `source`, which must have the same scheme and blocks.
+
+        Raises:
+            ValueError: scheme, shape or blocks differ; nothing was written.
+        """
+        pairs = []
+        for name, mine in self.directions.items():
+            other = source.directions.get(name)
+            same = (
+                other is not None
+                and source.scheme == self.scheme
+                and other.codes.shape == mine.codes.shape
+                and all(np.array_equal(a, b) for a, b in zip(mine.scale.edges, other.scale.edges, strict=True))
+            )
+            if other is None or not same:
+                raise ValueError(f"cannot write {source!r} over {self!r}: scheme, shape or blocks differ")
+            pairs += [(mine.codes, other.codes), (mine.scale.values, other.scale.values)]
+        for destination, value in pairs:
+            destination.copy_(value)
+
+    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
+        return BlockScaledTensor(self.scheme, {n: d.map(fn) for n, d in self.directions.items()}, self.dtype, self.origin)
+
+    def _narrow(self, axis: int, start: int, length: int) -> BlockScaledTensor:
+        directions = {
+            n: Direction(d.codes.narrow(axis, start, length), d.scale.narrow(axis, start, length))
+            for n, d in self.directions.items()
+        }
+        origin = (*self.origin[:axis], self.origin[axis] + start, *self.origin[axis + 1 :])
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin)
+
+    def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
+        directions = {}
+        for name, direction in self.directions.items():
+            codes = direction.codes.view(shape)
+            grid = direction.scale.regrid_units(tuple(codes.shape))
+            if grid is None:
+                return None
+            directions[name] = Direction(codes, grid)
+        wide = iter([o for o, s in zip(self.origin, self.shape, strict=True) if s != 1])
+        origin = tuple(next(wide, 0) if s != 1 else 0 for s in codes.shape)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin)
+
+    def __repr__(self, **_: Any) -> str:
+        """One line: shape, scheme, nominal dtype."""
+        return (
+            f"BlockScaledTensor(shape={tuple(self.shape)}, scheme={self.scheme.name}/{self.scheme.element}, "
+            f"dtype={self.dtype}, device={self.device})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Exact operations from the table below; everything else on dequantized values."""
+        kwargs = kwargs or {}
+        exact = _EXACT.get(func)
+        if exact is not None:
+            out = exact(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        if func._schema.is_mutable:
+            return _in_place(func, args, kwargs)
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+
+def join(tensors: Sequence[BlockScaledTensor], axis: int) -> BlockScaledTensor:
+    """`torch.cat` of block-scaled tensors of one scheme: codes and scales are kept, edges joined."""
+    first = tensors[0]
+    directions = {
+        name: Direction(
+            torch.cat([t.directions[name].codes for t in tensors], axis),
+            cat([t.directions[name].scale for t in tensors], axis),
+        )
+        for name in first.directions
+    }
+    return BlockScaledTensor(first.scheme, directions, first.dtype, first.origin)
+
+
+def assemble(
+    shape: Sequence[int],
+    pieces: Sequence[tuple[Sequence[int], BlockScaledTensor]],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> BlockScaledTensor:
+    """A tensor of `shape` on `device` from pieces of one scheme, each at an offset.
+
+    Elements that no piece covers get code 0 and take no part in choosing a scale.
+    """
+    directions = {}
+    for spec in scheme.directions:
+        parts = [(offset, piece.directions[spec.data]) for offset, piece in pieces]
+        if len(parts) == 1 and tuple(parts[0][1].codes.shape) == tuple(shape):
+            directions[spec.data] = parts[0][1]
+            continue
+        codes = torch.zeros(tuple(shape), dtype=torch.uint8, device=device)
+        for offset, part in parts:
+            window = tuple(slice(o, o + s) for o, s in zip(offset, part.codes.shape, strict=True))
+            codes[window] = part.codes
+        grid = paste(shape, [(o, p.scale) for o, p in parts], SCALE_DTYPES[spec.scale.scale_format])
+        directions[spec.data] = Direction(codes, grid)
+    return BlockScaledTensor(scheme, directions, dtype)
+
+
+def _plain(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, BlockScaledTensor) else value
+
+
+def _axis(t: torch.Tensor, dim: int) -> int:
+    return dim + t.dim() if dim < 0 else dim
+
+
+def _slice(
+    t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    if step != 1:
+        return NotImplemented
+    axis = _axis(t, dim)
+    low, high, _ = slice(start, end).indices(t.shape[axis])
+    return t._narrow(axis, low, max(0, high - low))
+
+
+def _split(t: BlockScaledTensor, size: int | Sequence[int], dim: int = 0) -> list[BlockScaledTensor]:
+    axis = _axis(t, dim)
+    total = t.shape[axis]
+    sizes = [min(size, total - o) for o in range(0, total, size)] if isinstance(size, int) else list(size)
+    starts = np.cumsum([0, *sizes])
+    return [t._narrow(axis, int(o), s) for o, s in zip(starts, sizes, strict=False)]
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    scaled = [t for t in tensors if isinstance(t, BlockScaledTensor)]
+    if len(scaled) != len(tensors) or len({t.scheme for t in scaled}) != 1:
+        return NotImplemented
+    return join(scaled, _axis(scaled[0], dim))
+
+
+def _view(t: BlockScaledTensor, shape: Sequence[int]) -> Any:
+    out = t._view(shape)
+    return NotImplemented if out is None else out
+
+
+def _unsqueeze(t: BlockScaledTensor, dim: int) -> Any:
+    axis = dim + t.dim() + 1 if dim < 0 else dim
+    return _view(t, [*t.shape[:axis], 1, *t.shape[axis:]])
+
+
+def _squeeze(t: BlockScaledTensor, dim: int) -> Any:
+    axis = _axis(t, dim)
+    return _view(t, [s for a, s in enumerate(t.shape) if a != axis or s != 1])
+
+
+def _clone(t: BlockScaledTensor, **_: Any) -> BlockScaledTensor:
+    return t._map(torch.clone)
+
+
+def _to_copy(t: BlockScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if dtype is not None and dtype != t.dtype:
+        return aten._to_copy.default(t.dequantize(dtype), **kwargs)
+    target = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
+    return t._map(lambda x: aten._to_copy.default(x, **target))
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(destination, BlockScaledTensor):
+        return destination.copy_(_plain(source), non_blocking=non_blocking)
+    if destination.shape != source.shape:
+        source = source.expand(destination.shape)
+    if isinstance(source, BlockScaledTensor):
+        destination.write_(source.conform(destination.scheme)[0])
+    else:
+        moved = source.detach().to(destination.device)
+        destination.write_(BlockScaledTensor.quantize(moved, destination.scheme))
+    return destination
+
+
+_EXACT: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: lambda t: t._map(torch.Tensor.detach),
+    aten.alias.default: lambda t: t._map(torch.Tensor.detach),
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.cat.default: _cat,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+}
+
+
+def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a mutating operation on dequantized values and write the quantized tensors that it changed back."""
+    written = [
+        (position, args[position])
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and position < len(args)
+        and isinstance(args[position], BlockScaledTensor)
+    ]
+    plain = list(tree_map(_plain, args))
+    out = func(*plain, **tree_map(_plain, kwargs))
+    for position, destination in written:
+        _copy(destination, plain[position])
+    return written[0][1] if written else out

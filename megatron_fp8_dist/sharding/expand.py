@@ -1,0 +1,226 @@
+"""Entries of a sharded state dict that hold quantized parameters -> entries of plain components, and back.
+
+Everything is decided here. Each such entry becomes a `QuantizedFactory`, whose `.data` is still the parameter, so that
+optimizers find it by identity before and after; what it builds and merges is the task that was planned for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..compat.host import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..errors import Problem
+from ..te import tensors
+from .layout import Box, layer_key, logical_key
+from .manifest import FragmentRecord
+
+RESERVED = "megatron_fp8_dist"
+"""The one key of the dict that a model entry builds; merging tells its own build by it."""
+
+
+@dataclass(eq=False)
+class ComponentShard(ShardedTensor):  # type: ignore[misc]  # Megatron has no types
+    """A component on its way to or from storage: a plain tensor, and plain data that says what it is.
+
+    Copies of it without tensor data are pickled to all ranks by Megatron, so it must never hold a parameter.
+    """
+
+    record: FragmentRecord | None = None
+    """For the codes of a save: the fragment they are."""
+    task: int | None = None
+    """For a load: number, in this process, of the task that it belongs to."""
+
+
+class Task(Protocol):
+    """What is to be done for one parameter."""
+
+    def build(self, key: str, replica_id: Any) -> Any:
+        """The leaves that stand for the parameter in the checkpoint."""
+
+    def merge(self, loaded: Any) -> Any:
+        """The value that goes back into the state dict, from the leaves' loaded data."""
+
+
+@dataclass(eq=False)
+class QuantizedFactory(ShardedTensorFactory):  # type: ignore[misc]  # Megatron has no types
+    """Stands for an entry of a quantized parameter, and for what optimizers make of it.
+
+    An optimizer re-uses a model entry through `dataclasses.replace(entry, key=..., data=state)`. That runs
+    `__post_init__` again, which sees that `data` is no longer the parameter; such an entry builds and merges what the
+    original entry would have. Keys are not looked at: a chained optimizer's begin with neither "optimizer" nor K.
+    `param` is kept apart from `data` because Megatron's `load` replaces `.data` by a BF16 copy on most versions.
+    """
+
+    original: Any = None
+    """The entry that this one stands for."""
+    param: Any = field(default=None, repr=False)
+    """The parameter."""
+    work: Any = field(default=None, repr=False)
+    """The `Task` for the parameter."""
+    is_param: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Tell a model entry from an optimizer entry, by identity."""
+        self.is_param = self.param is not None and self.data is self.param
+
+    def build(self) -> Any:
+        """Components for the model's entry; for an optimizer's, what the original entry gives."""
+        if self.is_param:
+            return {RESERVED: self.work.build(self.key, self.replica_id)}
+        return rebuild(self.original, self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def make_factory(original: Any, work: Task) -> QuantizedFactory:
+    """A factory that stands for `original` and does `work` for its parameter."""
+    param = original.data
+
+    def build_fn(key: str, t: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        if t is param:
+            return {RESERVED: work.build(key, replica_id)}
+        return rebuild(original, key, t, replica_id, flattened_range)
+
+    def merge_fn(loaded: Any) -> Any:
+        if isinstance(loaded, dict) and set(loaded) == {RESERVED}:
+            return work.merge(loaded[RESERVED])
+        return original.merge_fn(loaded) if isinstance(original, ShardedTensorFactory) else loaded
+
+    return QuantizedFactory(
+        original.key, param, build_fn, merge_fn, original.replica_id, None, original=original, param=param, work=work
+    )
+
+
+def rebuild(original: Any, key: str, t: torch.Tensor, replica_id: Any, flattened_range: Any = None) -> Any:
+    """What the original entry gives for tensor `t` under `key`."""
+    if isinstance(original, ShardedTensorFactory):
+        return original.build_fn(key, t, replica_id, flattened_range)
+    return replace(original, key=key, data=t, dtype=t.dtype, replica_id=replica_id)
+
+
+def leaves(structure: Any) -> Iterator[Any]:
+    """The ShardedTensors of what a build function returned, in a fixed order."""
+    if isinstance(structure, dict):
+        for value in structure.values():
+            yield from leaves(value)
+    elif isinstance(structure, (list, tuple)):
+        for value in structure:
+            yield from leaves(value)
+    else:
+        yield structure
+
+
+def refill(structure: Any, values: Iterator[Any]) -> Any:
+    """The same structure with its leaves replaced, in the order of `leaves`."""
+    if isinstance(structure, dict):
+        return {k: refill(v, values) for k, v in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return [refill(v, values) for v in structure]
+    return next(values)
+
+
+def skeleton(entry: Any) -> Any:
+    """What `entry` builds, on the meta device: keys, shapes and offsets without data."""
+    return rebuild(entry, entry.key, torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta"), entry.replica_id)
+
+
+def global_box(leaf: Any) -> Box:
+    """The region of the global tensor that a ShardedTensor is, prepended axes included."""
+    return Box(tuple(leaf.global_offset), (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
+
+
+def drop_layer_axis(leaf: Any) -> Any:
+    """A ShardedTensor of a stack as one of its layer: under the layer's key, without the first prepended axis."""
+    fragmentations = leaf.axis_fragmentations
+    return replace(
+        leaf,
+        key=layer_key(leaf.key, leaf.global_offset[0]),
+        global_shape=tuple(leaf.global_shape[1:]),
+        global_offset=tuple(leaf.global_offset[1:]),
+        axis_fragmentations=None if fragmentations is None else tuple(fragmentations[1:]),
+        prepend_axis_num=leaf.prepend_axis_num - 1,
+    )
+
+
+def walk(state_dict: Any, fn: Callable[[Any], Any]) -> Any:
+    """A state dict in new containers, with `fn` applied to every value that is no container."""
+    if isinstance(state_dict, dict):
+        return {k: walk(v, fn) for k, v in state_dict.items()}
+    if isinstance(state_dict, list):
+        return [walk(v, fn) for v in state_dict]
+    return fn(state_dict)
+
+
+def values_of(state_dict: Any) -> Iterator[Any]:
+    """All values of a state dict that are no containers."""
+    if isinstance(state_dict, dict):
+        for value in state_dict.values():
+            yield from values_of(value)
+    elif isinstance(state_dict, (list, tuple)):
+        for value in state_dict:
+            yield from values_of(value)
+    else:
+        yield state_dict
+
+
+def is_entry(value: Any) -> bool:
+    """Whether a value maps a tensor: a ShardedTensor or a factory, with data, that is not ours already."""
+    mapped = isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None
+    return mapped and not isinstance(value, (QuantizedFactory, ComponentShard))
+
+
+def quantized_entries(state_dict: Any) -> Iterator[Any]:
+    """The entries that hold a quantized parameter and are not expanded."""
+    return (v for v in values_of(state_dict) if is_entry(v) and tensors.is_quantized(v.data))
+
+
+def check_entries(state_dict: Any) -> list[Problem]:
+    """Everything that keeps a state dict from being expanded: unsupported classes, reserved keys, loose tensors."""
+    problems = []
+    for value in values_of(state_dict):
+        if is_entry(value) and tensors.is_quantized(value.data):
+            problem = tensors.unsupported(value.data, value.key)
+            problems += [problem] if problem else []
+            if logical_key(value.key) is not None:
+                suffix = logical_key(value.key)[1]  # type: ignore[index]
+                problems.append(Problem(value.key, f"a key that ends in .{suffix}", "a key without component suffix"))
+        problems += _loose(value)
+    return problems
+
+
+def _loose(value: Any) -> list[Problem]:
+    remedy = "Map it with a ShardedTensor, or dequantize it."
+    if isinstance(value, ShardedObject):
+        return [
+            Problem(value.key, "a quantized tensor inside a ShardedObject", "plain data", remedy)
+            for item in values_of(value.data)
+            if tensors.is_quantized(item)
+        ]
+    if tensors.is_quantized(value):
+        where = f"a {type(value).__name__} of shape {tuple(value.shape)}"
+        return [Problem("(state dict)", f"{where} outside of any sharded entry", "a ShardedTensor", remedy)]
+    return []
+
+
+def check_model(state_dict: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Problem]:
+    """The quantized parameters of a model that no entry of its state dict carries, by identity."""
+    carried = {id(v.data) for v in values_of(state_dict) if isinstance(v, (ShardedTensor, ShardedTensorFactory))}
+    return [
+        Problem(
+            name,
+            "a quantized parameter that no entry of the state dict carries",
+            "an entry whose .data is the parameter itself",
+            "Pass keep_vars=True; if sharded_state_dict cuts the parameter, the cut has lost its codes.",
+        )
+        for name, parameter in parameters
+        if tensors.is_quantized(parameter) and id(parameter) not in carried
+    ]
+
+
+def may_match(entry: Any, keys: Iterable[str]) -> bool:
+    """Whether a key of `keys` can be one that `entry` builds; a factory's keys begin with its own."""
+    if isinstance(entry, ShardedTensor):
+        return entry.key in keys
+    return any(key.startswith(entry.key) for key in keys)

@@ -1,0 +1,178 @@
+"""Where the components of a quantized tensor lie on disk: keys, shapes and slots. docs/format.md in code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ..quantized.scheme import Edges, GridSpec, Scheme, block_edges, component_names
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A region: first element and extent per axis."""
+
+    offset: Shape
+    shape: Shape
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where it is empty."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = tuple(
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        shape = tuple(h - o for o, h in zip(low, high, strict=True))
+        return Box(low, shape) if all(s > 0 for s in shape) else None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def within(self, origin: Sequence[int]) -> Shape:
+        """Offset relative to `origin`."""
+        return tuple(o - p for o, p in zip(self.offset, origin, strict=True))
+
+    def drop(self, axes: int) -> Box:
+        """The box without its first `axes` axes."""
+        return Box(self.offset[axes:], self.shape[axes:])
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one rank saved of a tensor. Axes are those of the global tensor, prepended ones included."""
+
+    box: Box
+    phase: Shape
+    """First element's index modulo the block, within its quantized shard, per axis; 0 where there is no finite block."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvenGrid:
+    """Fragments of one size, laid out regularly."""
+
+    fragment_shape: Shape
+    slots: Mapping[str, Shape]
+    """Scale component -> slots per fragment and axis."""
+    phases: tuple[tuple[tuple[int, int], ...], ...]
+    """Per axis, runs of (number of fragments, phase)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A region of one stored component."""
+
+    key: str
+    box: Box
+    global_shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One quantized tensor of a checkpoint: what the manifest says of it."""
+
+    scheme: Scheme
+    nominal_dtype: str
+    """Name of a torch dtype, e.g. "bfloat16"."""
+    global_shape: Shape
+    prepended_axes: int
+    """Leading axes that stack parameters (layers, experts); a fragment has extent 1 there."""
+    grid: EvenGrid | None
+    """Where fragments are even."""
+    uneven: tuple[Fragment, ...] = ()
+    """Where they are not: every fragment."""
+
+    def overlapping(self, box: Box) -> Iterator[Fragment]:
+        """The saved fragments that meet `box`, in order of their offsets."""
+        if self.grid is None:
+            yield from (f for f in self.uneven if f.box.intersect(box))
+            return
+        shape, phases = self.grid.fragment_shape, [_spread(runs) for runs in self.grid.phases]
+        ranges = [
+            range(max(0, o // f), min(len(p), -(-(o + s) // f))) if f else range(0)
+            for o, s, f, p in zip(box.offset, box.shape, shape, phases, strict=True)
+        ]
+        for index in product(*ranges):
+            offset = tuple(i * f for i, f in zip(index, shape, strict=True))
+            yield Fragment(Box(offset, shape), tuple(p[i] for p, i in zip(phases, index, strict=True)))
+
+    def scale_region(self, key: str, spec: GridSpec, fragment: Fragment) -> Region:
+        """Where all scales of `fragment` are stored."""
+        if self.grid is None:
+            shape = grid_shape(self.scheme, spec, fragment, self.prepended_axes)
+            return Region(uneven_key(key, spec.component, fragment.box.offset), Box((0,) * len(shape), shape), shape)
+        slots = self.grid.slots[spec.component]
+        count = [sum(n for n, _ in runs) for runs in self.grid.phases]
+        index = [o // f if f else 0 for o, f in zip(fragment.box.offset, fragment.box.shape, strict=True)]
+        box = Box(tuple(i * n for i, n in zip(index, slots, strict=True)), slots)
+        return Region(component_key(key, spec.component), box, tuple(c * n for c, n in zip(count, slots, strict=True)))
+
+    def stored(self, key: str) -> Iterator[tuple[str, str, Shape]]:
+        """(component key, component name, global shape) of everything that is stored for this tensor."""
+        for direction in self.scheme.directions:
+            yield component_key(key, direction.data), direction.data, self.global_shape
+            fragments = self.uneven if self.grid is None else [next(self.overlapping(self._first()))]
+            for fragment in fragments:
+                region = self.scale_region(key, direction.scale, fragment)
+                yield region.key, direction.scale.component, region.global_shape
+
+    def _first(self) -> Box:
+        return Box((0,) * len(self.global_shape), (1,) * len(self.global_shape))
+
+
+def _spread(runs: Sequence[tuple[int, int]]) -> list[int]:
+    return [phase for count, phase in runs for _ in range(count)]
+
+
+def component_key(key: str, component: str) -> str:
+    """Key of a component of the tensor with logical key `key`."""
+    return f"{key}.{component}"
+
+
+def uneven_key(key: str, component: str, offset: Sequence[int]) -> str:
+    """Key of the scales of one uneven fragment."""
+    return f"{component_key(key, component)}@{'_'.join(map(str, offset))}"
+
+
+def layer_key(key: str, layer: int) -> str:
+    """Logical key of one layer of a mixed stack."""
+    return f"{key}.layer_{layer}"
+
+
+def logical_key(stored: str) -> tuple[str, str] | None:
+    """(logical key, component name) of a component key, or None for any other key."""
+    base, _, tail = stored.rpartition(".")
+    component = tail.partition("@")[0]
+    return (base, component) if base and component in component_names() else None
+
+
+def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:
+    """Phase per axis of a fragment whose first element has index `origin` within its quantized shard."""
+    blocks = [scheme.block(d.scale, len(origin)) for d in scheme.directions]
+    moduli = [math.lcm(*(b for b in axis if b is not None), 1) for axis in zip(*blocks, strict=True)]
+    return tuple(o % m for o, m in zip(origin, moduli, strict=True))
+
+
+def slot_count(size: int, block: int | None, factory_built: bool) -> int:
+    """Slots that an even fragment of `size` elements has along an axis, whatever its phase."""
+    if block is None:
+        return 1
+    return -(-size // block) + int(factory_built and size % block != 0)
+
+
+def grid_shape(scheme: Scheme, spec: GridSpec, fragment: Fragment, prepended_axes: int) -> Shape:
+    """Number of blocks that `fragment` meets, per axis; 1 on prepended axes."""
+    return (1,) * prepended_axes + tuple(len(e) - 1 for e in fragment_edges(scheme, spec, fragment, prepended_axes))
+
+
+def fragment_edges(scheme: Scheme, spec: GridSpec, fragment: Fragment, prepended_axes: int) -> tuple[Edges, ...]:
+    """Block edges of `fragment` along its own axes (prepended ones left out)."""
+    size, phase = fragment.box.shape[prepended_axes:], fragment.phase[prepended_axes:]
+    blocks = scheme.block(spec, len(size))
+    return tuple(
+        block_edges(s, b, 0 if b is None else p % b) for s, b, p in zip(size, blocks, phase, strict=True)
+    )

@@ -1,0 +1,301 @@
+"""What a load does with each parameter that is quantized in the model, in the checkpoint, or in both.
+
+A plan is complete before anything is read into the model: the scales are known by then, so it is known which parameters
+come back bit for bit. Carrying it out needs no strategy of ours: every leaf is an ordinary region read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..compat.host import ShardedTensorFactory
+from ..errors import PlanningError, Problem, StorageError
+from ..options import LoadOptions
+from ..quantized.numerics import invalid_scales
+from ..quantized.tensor import BlockScaledTensor
+from ..te import tensors
+from ..transfer import to_host
+from .expand import (
+    ComponentShard,
+    drop_layer_axis,
+    global_box,
+    is_entry,
+    leaves,
+    make_factory,
+    may_match,
+
+    refill,
+    skeleton,
+    values_of,
+    walk,
+)
+from .layout import Region, layer_key
+from .manifest import Manifest, StoredTensor
+from .reshard import Piece, Source, code_region, piece_regions, plan_source, read_piece, read_source, scale_region
+
+_META = torch.device("meta")
+_task_numbers = itertools.count()
+
+Scales = Mapping[Region, torch.Tensor]
+"""Scale regions that were read while planning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a task will do, known before it is done."""
+
+    kind: str
+    """"exact", "requantized", "dequantized" or "quantized"; "" where nothing quantized is involved."""
+    requantized_blocks: int = 0
+    codes: int = 0
+    component_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class LoadTask:
+    """Loading one parameter."""
+
+    original: Any
+    sources: tuple[Source, ...]
+    scales: Scales = field(default_factory=dict)
+    """The scales of all pieces, filled in while planning."""
+    outcome: Outcome = field(default_factory=lambda: Outcome(""))
+    number: int = field(default_factory=lambda: next(_task_numbers))
+
+    @property
+    def key(self) -> str:
+        """Logical key of the entry."""
+        return str(self.original.key)
+
+    def scale_regions(self) -> Iterator[Region]:
+        """Every scale region that the task needs."""
+        for source, piece in self._pieces():
+            assert source.entry is not None
+            for direction in source.entry.scheme.directions:
+                yield scale_region(source, source.entry, direction, piece)
+
+    def _pieces(self) -> Iterator[tuple[Source, Piece]]:
+        return ((source, piece) for source in self.sources if source.entry is not None for piece in source.pieces)
+
+    def build(self, key: str, replica_id: Any) -> Any:
+        """The reads of this task: per ShardedTensor of the original entry, per saved fragment, per component.
+
+        Raises:
+            PlanningError: the entry was given another key after it was planned.
+        """
+        if key != self.key:
+            problem = Problem(key, f"an entry that was planned as {self.key}", "the key that it was planned with")
+            raise PlanningError("an entry was given another key after expand_quantized", [problem])
+        built = leaves(skeleton(self.original))
+        return {
+            str(i): self._read_leaves(source, replica_id) if source.entry is not None else self._plain(leaf, source, replica_id)
+            for i, (leaf, source) in enumerate(zip(built, self.sources, strict=True))
+        }
+
+    def _read_leaves(self, source: Source, replica_id: Any) -> dict[str, dict[str, ComponentShard]]:
+        return {
+            str(j): {
+                component: ComponentShard(
+                    key=region.key,
+                    data=None,
+                    dtype=dtype,
+                    local_shape=region.box.shape,
+                    global_shape=region.global_shape,
+                    global_offset=region.box.offset,
+                    axis_fragmentations=None,
+                    replica_id=replica_id,
+                    task=self.number,
+                )
+                for component, region, dtype in piece_regions(source, piece)
+            }
+            for j, piece in enumerate(source.pieces)
+        }
+
+    def _plain(self, leaf: Any, source: Source, replica_id: Any) -> Any:
+        stored = leaf if leaf.key == source.key else drop_layer_axis(leaf)
+        return replace(stored, data=None, replica_id=replica_id)
+
+    def merge(self, loaded: Any) -> Any:
+        """Assemble what was read, write it into the parameter where it is quantized, and return the entry's value.
+
+        Raises:
+            StorageError: what was read is not what was planned; the parameter is as it was.
+        """
+        param = self.original.data
+        values = [self._value(source, loaded.get(str(i), {})) for i, source in enumerate(self.sources)]
+        value = self._join(values)
+        if not isinstance(value, BlockScaledTensor):
+            return value
+        value = value.to(param.device)
+        if not tensors.is_quantized(param):
+            return value.dequantize(param.dtype)
+        conformed, _ = value.conform(tensors.scheme_of(param))
+        tensors.restore(param, conformed)
+        # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
+        return param.detach()
+
+    def _value(self, source: Source, loaded: Any) -> Any:
+        if source.entry is None:
+            return loaded
+        pieces = []
+        for j, piece in enumerate(source.pieces):
+            components = loaded[str(j)]
+            self._check_scales(source, piece, components)
+            pieces.append(read_piece(source, piece, components))
+        device = next(iter(pieces[0].directions.values())).codes.device if pieces else torch.device("cpu")
+        return read_source(source, pieces, device)
+
+    def _check_scales(self, source: Source, piece: Piece, components: Mapping[str, torch.Tensor]) -> None:
+        assert source.entry is not None
+        for direction in source.entry.scheme.directions:
+            region = scale_region(source, source.entry, direction, piece)
+            found, planned = components[direction.scale.component], self.scales[region]
+            if not torch.equal(to_host(found).view(torch.uint8), planned.view(torch.uint8)):
+                raise StorageError(f"{region.key}: scales read now differ from those read while planning")
+
+    def _join(self, values: Sequence[Any]) -> Any:
+        if not isinstance(self.original, ShardedTensorFactory):
+            return values[0]
+        return self.original.merge_fn(refill(skeleton(self.original), iter(values)))
+
+    def rehearse(self, options: LoadOptions) -> list[Problem]:
+        """Carry the task out on scales alone, set `outcome`, and return what keeps it from being done."""
+        values: list[Any] = []
+        codes = size = 0
+        for source, leaf in zip(self.sources, leaves(skeleton(self.original)), strict=True):
+            if source.entry is None:
+                values.append(torch.empty(leaf.local_shape, dtype=leaf.dtype, device=_META))
+                continue
+            pieces = []
+            for piece in source.pieces:
+                parts = dict(self._planned(source, piece))
+                pieces.append(read_piece(source, piece, parts))
+                codes += parts[source.entry.scheme.directions[0].data].numel()
+                size += sum(t.nbytes for t in parts.values())
+            values.append(read_source(source, pieces, _META))
+        problems, kind, blocks = self._judge(self._join(values), options)
+        self.outcome = Outcome(kind, blocks, codes, size)
+        return problems
+
+    def _planned(self, source: Source, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
+        assert source.entry is not None
+        for direction in source.entry.scheme.directions:
+            region = code_region(source, source.entry, direction, piece)
+            yield direction.data, torch.empty(region.box.shape, dtype=torch.uint8, device=_META)
+            yield direction.scale.component, self.scales[scale_region(source, source.entry, direction, piece)]
+
+    def _judge(self, value: Any, options: LoadOptions) -> tuple[list[Problem], str, int]:
+        param = self.original.data
+        if tuple(value.shape) != tuple(param.shape):
+            problem = Problem(self.key, f"shape {list(value.shape)} from the checkpoint", f"shape {list(param.shape)}")
+            return [problem], "", 0
+        if not isinstance(value, BlockScaledTensor):
+            kind = "quantized" if tensors.is_quantized(param) else ""
+            return self._inexact(options, kind, "high precision in the checkpoint, quantized in the model"), kind, 0
+        if not tensors.is_quantized(param):
+            why = f"quantized in the checkpoint, {param.dtype} in the model"
+            return self._inexact(options, "dequantized", why), "dequantized", 0
+        scheme = tensors.scheme_of(param)
+        if scheme.element != value.scheme.element and not options.allow_recast:
+            remedy = "Pass LoadOptions(allow_recast=True) to requantize it."
+            problem = Problem(self.key, f"{value.scheme.element} codes in the checkpoint", f"{scheme.element} codes", remedy)
+            return [problem], "", 0
+        _, blocks = value.conform(scheme)
+        kind = "requantized" if blocks else "exact"
+        why = f"{blocks} block(s) that meet source blocks of different scale, or change their element format"
+        return self._inexact(options, "requantized" if blocks else "", why), kind, blocks
+
+    def _inexact(self, options: LoadOptions, kind: str, why: str) -> list[Problem]:
+        if not kind or not options.strict_bitwise:
+            return []
+        remedy = "Load without strict_bitwise, or on the layout that was saved."
+        return [Problem(self.key, why, "a parameter that comes back bit for bit", remedy)]
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """All tasks of one load on this rank."""
+
+    tasks: dict[int, LoadTask] = field(default_factory=dict)
+    """Task number -> task, for entries that hold or read quantized data."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTensor]) -> tuple[LoadPlan, dict[int, LoadTask]]:
+    """The tasks of a state dict, geometry only.
+
+    Args:
+        state_dict: what the model wants.
+        manifest: what the checkpoint holds quantized.
+        index: what the checkpoint holds.
+
+    Returns:
+        (plan, id of the entry -> its task).
+    """
+    plan, by_entry = LoadPlan(), {}
+    keys = {*manifest.tensors, *manifest.mixed}
+    for entry in values_of(state_dict):
+        if not is_entry(entry) or not (tensors.is_quantized(entry.data) or may_match(entry, keys)):
+            continue
+        sources = [_source(leaf, manifest, plan.problems) for leaf in leaves(skeleton(entry))]
+        if all(s is not None for s in sources):
+            found = tuple(s for s in sources if s is not None)
+            stored = any(s.entry is not None or s.key in index for s in found)
+            moved = any(s.key != leaf.key for s, leaf in zip(found, leaves(skeleton(entry)), strict=True))
+            quantized = tensors.is_quantized(entry.data) or any(s.entry is not None for s in found)
+            if stored and (quantized or moved):
+                task = LoadTask(entry, found)
+                plan.tasks[task.number] = by_entry[id(entry)] = task
+    return plan, by_entry
+
+
+def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | None:
+    key, box, expected = leaf.key, global_box(leaf), tuple(leaf.global_shape)
+    stack = manifest.mixed.get(key)
+    if stack is not None:
+        if not leaf.prepend_axis_num:
+            problems.append(Problem(key, "an entry without a layer axis", f"one layer of {stack.num_layers}"))
+            return None
+        layer = box.offset[0]
+        if layer >= stack.num_layers:
+            problems.append(Problem(key, f"layer {layer} wanted", f"one of the {stack.num_layers} layers saved"))
+            return None
+        key, box, expected = layer_key(key, layer), box.drop(1), expected[1:]
+    entry = manifest.tensors.get(key)
+    if entry is None:
+        return Source(key, box, None)
+    if entry.global_shape != expected and not leaf.allow_shape_mismatch:
+        problems.append(Problem(key, f"global shape {list(entry.global_shape)} saved", f"{list(expected)}"))
+        return None
+    return plan_source(key, entry, box)
+
+
+def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions) -> None:
+    """Check all scale values, and decide every task's outcome; problems are added to the plan."""
+    for task in plan.tasks.values():
+        task.scales = {region: scales[region] for region in task.scale_regions()}
+        bad = [p for source in task.sources for p in _bad_scales(task, source)]
+        plan.problems += bad or task.rehearse(options)
+
+
+def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
+    if source.entry is None:
+        return
+    for piece in source.pieces:
+        for direction in source.entry.scheme.directions:
+            region = scale_region(source, source.entry, direction, piece)
+            values = task.scales[region]
+            bad = invalid_scales(values, direction.scale.scale_format)
+            if bool(bad.any()):
+                at = [o + int(i) for o, i in zip(region.box.offset, bad.nonzero()[0], strict=True)]
+                yield Problem(f"{region.key}{at}", f"scale {values[bad][0].item()}", "a finite scale that is not negative")
+
+
+def expand_for_load(state_dict: Any, by_entry: Mapping[int, LoadTask]) -> Any:
+    """The state dict with planned entries replaced by factories, in new containers."""
+    return walk(state_dict, lambda v: make_factory(v, by_entry[id(v)]) if id(v) in by_entry else v)

@@ -1,0 +1,387 @@
+"""The manifest: what `fp8_manifest.json` says, typed, versioned and validated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ManifestError, Problem
+from ..quantized.scheme import SCALE_DTYPES, Scheme
+from .layout import Box, EvenGrid, Fragment, Shape, TensorEntry, component_key, layer_key, logical_key
+
+FORMAT = "megatron_fp8_dist"
+VERSION = 1
+FILE_NAME = "fp8_manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StackRef:
+    """That a tensor is one layer of a mixed stack."""
+
+    key: str
+    layer: int
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentRecord:
+    """What a rank says of one fragment that it saves; travels with the fragment's codes."""
+
+    key: str
+    scheme: Scheme
+    nominal_dtype: str
+    global_shape: Shape
+    prepended_axes: int
+    fragment: Fragment
+    slots: tuple[tuple[str, Shape], ...]
+    """(scale component, slots per axis)."""
+    even: bool
+    stack: StackRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MixedStack:
+    """A stacked key whose layers do not all have one scheme: each layer is stored under its own key."""
+
+    num_layers: int
+    quantized: tuple[int, ...]
+    """Layers that are quantized; the others are stored in high precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a backend's own metadata says of one stored tensor."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The quantized part of a checkpoint."""
+
+    tensors: Mapping[str, TensorEntry]
+    """Logical key as stored (`K`, or `K.layer_<i>` in a mixed stack) -> entry."""
+    mixed: Mapping[str, MixedStack] = field(default_factory=dict)
+    """Stacked key -> mixed stack."""
+    digest: str = ""
+    """`digest` of the component keys in the backend's metadata."""
+    writer: Mapping[str, str | None] = field(default_factory=dict)
+    """Package -> version that wrote the checkpoint."""
+    version: int = VERSION
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document."""
+        return {
+            "format": FORMAT,
+            "version": self.version,
+            "digest": self.digest,
+            "writer": dict(self.writer),
+            "tensors": {key: _entry_to_json(entry) for key, entry in sorted(self.tensors.items())},
+            "mixed_stacks": {
+                key: {"num_layers": m.num_layers, "quantized": list(m.quantized)} for key, m in sorted(self.mixed.items())
+            },
+        }
+
+    def dumps(self) -> str:
+        """The text of `fp8_manifest.json`."""
+        return json.dumps(self.to_json(), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def loads(cls, text: str) -> Manifest:
+        """Read the text of `fp8_manifest.json`.
+
+        Raises:
+            ManifestError: not JSON, another format, a newer version, or fields that break the schema (all of them).
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as e:
+            raise ManifestError(
+                f"{FILE_NAME} is damaged", [Problem(FILE_NAME, f"no JSON ({e})", "a JSON document")]
+            ) from e
+        return _Reader().manifest(document)
+
+    @property
+    def layers(self) -> int:
+        """Number of quantized tensors, each layer (and expert) of a stack counted."""
+        return sum(_count(entry) for entry in self.tensors.values())
+
+    @property
+    def codes(self) -> int:
+        """Number of quantized elements."""
+        return sum(math.prod(entry.global_shape) for entry in self.tensors.values())
+
+
+def _count(entry: TensorEntry) -> int:
+    return math.prod(entry.global_shape[: entry.prepended_axes])
+
+
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "scheme": entry.scheme.to_json(),
+        "nominal_dtype": entry.nominal_dtype,
+        "global_shape": list(entry.global_shape),
+        "prepended_axes": entry.prepended_axes,
+    }
+    if entry.grid is None:
+        out["fragments"] = [
+            {"offset": list(f.box.offset), "shape": list(f.box.shape), "phase": list(f.phase)} for f in entry.uneven
+        ]
+    else:
+        out["fragment_shape"] = list(entry.grid.fragment_shape)
+        out["slots"] = {component: list(slots) for component, slots in sorted(entry.grid.slots.items())}
+        out["phases"] = [[list(run) for run in runs] for runs in entry.grid.phases]
+    return out
+
+
+class _Reader:
+    """Reads a manifest document and collects every problem on the way."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def complain(self, where: str, found: object, expected: str) -> None:
+        self.problems.append(Problem(where, repr(found) if not isinstance(found, str) else found, expected))
+
+    def manifest(self, document: Any) -> Manifest:
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            found = document.get("format") if isinstance(document, dict) else type(document).__name__
+            raise ManifestError(f"{FILE_NAME} is not ours", [Problem(FILE_NAME, f"format {found!r}", f"{FORMAT!r}")])
+        version = document.get("version")
+        if version != VERSION:
+            remedy = "Install a newer megatron-fp8-dist." if isinstance(version, int) and version > VERSION else ""
+            problem = Problem(FILE_NAME, f"format version {version!r}", f"version {VERSION}", remedy)
+            raise ManifestError(f"{FILE_NAME} has a version that this package cannot read", [problem])
+        self.fields("manifest", document, {"format", "version", "digest", "writer", "tensors", "mixed_stacks"})
+        tensors = {key: self.entry(key, value) for key, value in self.table(document, "tensors").items()}
+        mixed = {key: self.stack(key, value) for key, value in self.table(document, "mixed_stacks").items()}
+        digest, writer = document.get("digest"), self.table(document, "writer")
+        if not isinstance(digest, str):
+            self.complain("digest", digest, "a string")
+        for key, stack in mixed.items():
+            self.mixed_layers(key, stack, tensors)
+        if self.problems:
+            raise ManifestError(f"{FILE_NAME} is damaged", self.problems)
+        return Manifest({k: e for k, e in tensors.items() if e}, {k: m for k, m in mixed.items() if m}, str(digest), writer)
+
+    def table(self, document: Mapping[str, Any], name: str) -> dict[str, Any]:
+        value = document.get(name)
+        if not isinstance(value, dict):
+            self.complain(name, value, "an object")
+            return {}
+        return value
+
+    def fields(self, where: str, value: Mapping[str, Any], expected: set[str]) -> bool:
+        if set(value) != expected:
+            self.complain(where, f"fields {', '.join(sorted(map(str, value)))}", f"fields {', '.join(sorted(expected))}")
+            return False
+        return True
+
+    def sizes(self, where: str, value: Any, length: int | None, least: int = 0) -> Shape:
+        ok = isinstance(value, list) and all(type(v) is int and v >= least for v in value)
+        if not ok or (length is not None and len(value) != length):
+            count = "" if length is None else f"{length} "
+            self.complain(where, value, f"a list of {count}integers >= {least}")
+            return ()
+        return tuple(value)
+
+    def entry(self, key: str, value: Any) -> TensorEntry | None:
+        before = len(self.problems)
+        if not isinstance(value, dict):
+            self.complain(key, value, "an object")
+            return None
+        common = {"scheme", "nominal_dtype", "global_shape", "prepended_axes"}
+        even = "fragments" not in value
+        if not self.fields(key, value, common | ({"fragment_shape", "slots", "phases"} if even else {"fragments"})):
+            return None
+        scheme = self.scheme(key, value["scheme"])
+        if not isinstance(getattr(torch, str(value["nominal_dtype"]), None), torch.dtype):
+            self.complain(f"{key} -> nominal_dtype", value["nominal_dtype"], "the name of a torch dtype")
+        shape = self.sizes(f"{key} -> global_shape", value["global_shape"], None)
+        prepended = value["prepended_axes"]
+        if type(prepended) is not int or not 0 <= prepended <= len(shape):
+            self.complain(f"{key} -> prepended_axes", prepended, f"an integer from 0 to {len(shape)}")
+        if scheme is None or len(self.problems) > before:
+            return None
+        grid = self.grid(key, value, scheme, shape) if even else None
+        uneven = () if even else self.fragments(key, value["fragments"], shape)
+        if len(self.problems) > before:
+            return None
+        return TensorEntry(scheme, value["nominal_dtype"], shape, prepended, grid, uneven)
+
+    def scheme(self, key: str, value: Any) -> Scheme | None:
+        try:
+            return Scheme.from_json(value)
+        except ValueError as e:
+            self.complain(f"{key} -> scheme", str(e), "a scheme of this version")
+            return None
+
+    def grid(self, key: str, value: Mapping[str, Any], scheme: Scheme, shape: Shape) -> EvenGrid | None:
+        fragment = self.sizes(f"{key} -> fragment_shape", value["fragment_shape"], len(shape))
+        names = {d.scale.component for d in scheme.directions}
+        slots = value["slots"] if isinstance(value["slots"], dict) else {}
+        if set(slots) != names:
+            self.complain(f"{key} -> slots", value["slots"], f"an object with {', '.join(sorted(names))}")
+        sized = {n: self.sizes(f"{key} -> slots -> {n}", s, len(shape)) for n, s in slots.items()}
+        runs = value["phases"]
+        if not isinstance(runs, list) or len(runs) != len(shape) or not all(isinstance(r, list) for r in runs):
+            self.complain(f"{key} -> phases", runs, f"a list of {len(shape)} lists of runs")
+            return None
+        phases = tuple(tuple(self.run(f"{key} -> phases", r) for r in axis) for axis in runs)
+        if not fragment:
+            return None
+        for axis, (size, piece, axis_runs) in enumerate(zip(shape, fragment, phases, strict=True)):
+            if sum(count for count, _ in axis_runs) * piece != size:
+                self.complain(f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}")
+        return EvenGrid(fragment, sized, phases)
+
+    def run(self, where: str, value: Any) -> tuple[int, int]:
+        pair = self.sizes(where, value, 2)
+        return (pair[0], pair[1]) if pair else (0, 0)
+
+    def fragments(self, key: str, value: Any, shape: Shape) -> tuple[Fragment, ...]:
+        if not isinstance(value, list):
+            self.complain(f"{key} -> fragments", value, "a list")
+            return ()
+        out = []
+        for i, item in enumerate(value):
+            where = f"{key} -> fragments -> {i}"
+            if not isinstance(item, dict) or not self.fields(where, item, {"offset", "shape", "phase"}):
+                continue
+            offset, size, phase = (self.sizes(f"{where} -> {n}", item[n], len(shape)) for n in ("offset", "shape", "phase"))
+            if any(o + s > g for o, s, g in zip(offset, size, shape, strict=False)):
+                self.complain(where, f"offset {offset} and shape {size}", f"a region inside {shape}")
+            out.append(Fragment(Box(offset, size), phase))
+        return tuple(out)
+
+    def stack(self, key: str, value: Any) -> MixedStack | None:
+        where = f"mixed_stacks -> {key}"
+        if not isinstance(value, dict) or not self.fields(where, value, {"num_layers", "quantized"}):
+            return None
+        layers, quantized = value["num_layers"], self.sizes(f"{where} -> quantized", value["quantized"], None)
+        if type(layers) is not int or any(q >= layers for q in quantized):
+            self.complain(where, layers, "a number of layers above every quantized one")
+            return None
+        return MixedStack(layers, quantized)
+
+    def mixed_layers(self, key: str, stack: MixedStack | None, tensors: Mapping[str, Any]) -> None:
+        for layer in stack.quantized if stack else ():
+            if layer_key(key, layer) not in tensors:
+                self.complain(f"mixed_stacks -> {key}", f"no tensor {layer_key(key, layer)}", "one per quantized layer")
+
+
+def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str | None]) -> Manifest:
+    """The manifest of the fragments that all ranks save (main replicas only), without digest.
+
+    Raises:
+        ManifestError: fragments of one key contradict each other.
+    """
+    by_key: dict[str, list[FragmentRecord]] = defaultdict(list)
+    for record in records:
+        by_key[record.key].append(record)
+    problems: list[Problem] = []
+    tensors = {}
+    for key, group in by_key.items():
+        entry = _entry_of(key, group, problems)
+        if entry is not None:
+            tensors[key] = entry
+    layers: dict[str, dict[int, int]] = defaultdict(dict)
+    for group in by_key.values():
+        if group[0].stack is not None:
+            layers[group[0].stack.key][group[0].stack.layer] = group[0].stack.num_layers
+    if problems:
+        raise ManifestError("the ranks' quantized tensors do not fit together", problems)
+    mixed = {key: MixedStack(max(found.values()), tuple(sorted(found))) for key, found in layers.items()}
+    return Manifest(tensors=tensors, mixed=mixed, writer=writer)
+
+
+def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]) -> TensorEntry | None:
+    first = group[0]
+    common = ("scheme", "nominal_dtype", "global_shape", "prepended_axes", "slots", "even")
+    for name in common if first.even else common[:4]:
+        values = {getattr(r, name) for r in group}
+        if len(values) > 1:
+            problems.append(Problem(key, f"{name} {' and '.join(sorted(map(str, values)))}", f"one {name} on all ranks"))
+            return None
+    fragments = tuple(sorted((r.fragment for r in group), key=lambda f: f.box.offset))
+    base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes)
+    if not first.even:
+        return TensorEntry(*base, None, fragments)
+    shape = first.fragment.box.shape
+    axes = [_axis_phases(key, axis, fragments, shape[axis], first.global_shape[axis], problems) for axis in range(len(shape))]
+    return TensorEntry(*base, EvenGrid(shape, dict(first.slots), tuple(axes)))
+
+
+def _axis_phases(
+    key: str, axis: int, fragments: Sequence[Fragment], size: int, total: int, problems: list[Problem]
+) -> tuple[tuple[int, int], ...]:
+    found: dict[int, int] = {}
+    for fragment in fragments:
+        index = fragment.box.offset[axis] // size if size else 0
+        if found.setdefault(index, fragment.phase[axis]) != fragment.phase[axis]:
+            problems.append(Problem(key, f"two phases at fragment {index} of axis {axis}", "one"))
+    runs: list[tuple[int, int]] = []
+    for index in range(total // size if size else 0):
+        phase = found.get(index, 0)
+        if runs and runs[-1][1] == phase:
+            runs[-1] = (runs[-1][0] + 1, phase)
+        else:
+            runs.append((1, phase))
+    return tuple(runs)
+
+
+def metadata_digest(index: Mapping[str, StoredTensor]) -> str:
+    """Digest of the component keys, shapes and chunk lists of a backend's metadata."""
+    rows = [
+        [key, str(t.dtype), list(t.shape), sorted([list(c.offset), list(c.shape)] for c in t.chunks)]
+        for key, t in sorted(index.items())
+        if logical_key(key) is not None
+    ]
+    return "sha256:" + hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -> list[Problem]:
+    """Everything in which a manifest and the metadata of the files beside it disagree."""
+    problems = []
+    expected: set[str] = set()
+    for key, entry in manifest.tensors.items():
+        for stored, component, shape in entry.stored(key):
+            expected.add(stored)
+            problems += _check_component(stored, component, shape, entry, index.get(stored))
+        if key in index:
+            problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
+    for key, stack in manifest.mixed.items():
+        names = [layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized]
+        problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in names if n not in index]
+        if key in index:
+            problems.append(Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other"))
+    for key in index:
+        if logical_key(key) is not None and key not in expected:
+            problems.append(Problem(key, "a stored component", "nothing: the manifest does not know it"))
+    if not problems and metadata_digest(index) != manifest.digest:
+        problems.append(
+            Problem(FILE_NAME, f"digest {manifest.digest}", f"{metadata_digest(index)}, as the files' metadata has it")
+        )
+    return problems
+
+
+def _check_component(
+    stored: str, component: str, shape: Shape, entry: TensorEntry, found: StoredTensor | None
+) -> list[Problem]:
+    scale = {d.scale.component: SCALE_DTYPES[d.scale.scale_format] for d in entry.scheme.directions}
+    dtype = scale.get(component, torch.uint8)
+    expected = f"{dtype} of shape {list(shape)}"
+    if found is None:
+        return [Problem(stored, "nothing", expected, "A component is missing: restore the files, or use another save.")]
+    if (found.dtype, found.shape) != (dtype, shape):
+        return [Problem(stored, f"{found.dtype} of shape {list(found.shape)}", expected)]
+    return []

@@ -1,0 +1,237 @@
+"""What a save does with each quantized parameter: which stacks are mixed, and the component leaves of an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..compat.host import ShardedTensorFactory
+from ..errors import PlanningError, Problem
+from ..quantized.scheme import DirectionSpec, Scheme
+from ..quantized.tensor import BlockScaledTensor
+from ..te import tensors
+from .expand import (
+    ComponentShard,
+    drop_layer_axis,
+    global_box,
+    is_entry,
+    leaves,
+    make_factory,
+    may_match,
+    quantized_entries,
+    rebuild,
+    skeleton,
+    values_of,
+    walk,
+)
+from .layout import Fragment, component_key, grid_shape, phases, slot_count, uneven_key
+from .manifest import FragmentRecord, StackRef
+
+StackInfo = dict[str, dict[int, tuple[Scheme, int]]]
+"""Key -> layer (index on the first prepended axis; -1 without one) -> (scheme, number of layers)."""
+
+UNSTACKED = -1
+
+
+def _layer(leaf: Any) -> int:
+    return int(leaf.global_offset[0]) if leaf.prepend_axis_num else UNSTACKED
+
+
+def describe(state_dict: Any) -> tuple[StackInfo, list[Problem]]:
+    """Which layers of which keys are quantized on this rank, and how; what ranks tell each other before a save."""
+    info: StackInfo = {}
+    problems = []
+    for entry in quantized_entries(state_dict):
+        scheme = tensors.scheme_of(entry.data)
+        for leaf in leaves(skeleton(entry)):
+            layers = info.setdefault(leaf.key, {})
+            seen = layers.setdefault(_layer(leaf), (scheme, int(leaf.global_shape[0])))
+            if seen[0] != scheme:
+                problems.append(_two_schemes(leaf.key, seen[0], scheme))
+    return info, problems
+
+
+def _two_schemes(key: str, a: Scheme, b: Scheme) -> Problem:
+    return Problem(key, f"schemes {a.name}/{a.element} and {b.name}/{b.element}", "one scheme for all fragments")
+
+
+def mixed_stacks(infos: Sequence[StackInfo]) -> tuple[frozenset[str], list[Problem]]:
+    """The stacked keys whose layers do not all have one scheme, from what all ranks told.
+
+    Returns:
+        (keys, problems): problems name the ranks where fragments or replicas of one layer differ in scheme.
+    """
+    merged: dict[str, dict[int, tuple[Scheme, int, int]]] = {}
+    problems = []
+    for rank, info in enumerate(infos):
+        for key, layers in info.items():
+            for layer, (scheme, count) in layers.items():
+                first = merged.setdefault(key, {}).setdefault(layer, (scheme, count, rank))
+                if first[0] != scheme:
+                    problems.append(_two_schemes(key, first[0], scheme).at((first[2], rank)))
+    mixed = {
+        key
+        for key, layers in merged.items()
+        if UNSTACKED not in layers
+        and (len({s for s, _, _ in layers.values()}) > 1 or len(layers) < next(iter(layers.values()))[1])
+    }
+    return frozenset(mixed), problems
+
+
+def check_replicas(state_dict: Any, infos: Sequence[StackInfo], rank: int) -> list[Problem]:
+    """High-precision entries of this rank for what another rank holds quantized (tied embeddings, say)."""
+    quantized = {(k, layer): r for r, info in enumerate(infos) for k, layers in info.items() for layer in layers}
+    if not quantized:
+        return []
+    problems = []
+    for entry in values_of(state_dict):
+        if not is_entry(entry) or tensors.is_quantized(entry.data) or not may_match(entry, {k for k, _ in quantized}):
+            continue
+        for leaf in leaves(skeleton(entry)):
+            other = quantized.get((leaf.key, _layer(leaf)))
+            if other is not None:
+                found = f"high precision on rank {rank}, quantized on rank {other}"
+                problems.append(Problem(leaf.key, found, "one scheme for all replicas and fragments"))
+    return problems
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTask:
+    """Saving one parameter, quantized or a high-precision layer of a mixed stack."""
+
+    original: Any
+    mixed: frozenset[str]
+
+    def build(self, key: str, replica_id: Any) -> Any:
+        """Component leaves per ShardedTensor of the original entry."""
+        param = self.original.data
+        quantized = tensors.is_quantized(param)
+        # The original key decides what is mixed: re-keying after expansion renames a stack, it does not change it.
+        stacked = [leaf.key in self.mixed for leaf in leaves(skeleton(self.original))]
+        built = rebuild(self.original, key, tensors.wrap(param) if quantized else param, replica_id)
+        out = {}
+        for i, (leaf, layered) in enumerate(zip(leaves(built), stacked, strict=True)):
+            stack = StackRef(leaf.key, _layer(leaf), int(leaf.global_shape[0])) if layered else None
+            single = drop_layer_axis(leaf) if layered else leaf
+            factory_built = isinstance(self.original, ShardedTensorFactory)
+            out[str(i)] = component_leaves(single, stack, factory_built) if quantized else single
+        return out
+
+    def merge(self, loaded: Any) -> Any:
+        """A state dict expanded for a save cannot be loaded.
+
+        Raises:
+            PlanningError: always.
+        """
+        raise PlanningError(
+            "a state dict that was expanded for a save was given to a load",
+            [Problem(self.original.key, "an expansion for a save", "one for a load", "Pass checkpoint_dir= to expand_quantized.")],
+        )
+
+
+def component_leaves(leaf: Any, stack: StackRef | None, factory_built: bool) -> dict[str, ComponentShard]:
+    """The components of one ShardedTensor whose data is a BlockScaledTensor.
+
+    Raises:
+        PlanningError: the factory that made it has dequantized the parameter.
+    """
+    data = leaf.data
+    if not isinstance(data, BlockScaledTensor):
+        found = f"{type(data).__name__} {data.dtype} from the entry's factory"
+        raise PlanningError(
+            "a factory dequantized a quantized parameter",
+            [Problem(leaf.key, found, "exact pieces (narrow, chunk, split, slice, view, cat)")],
+        )
+    even = leaf.axis_fragmentations is not None
+    fragment = Fragment(
+        global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin)
+    )
+    slots = {d.scale.component: _slots(leaf, d, fragment, factory_built and even, even) for d in data.scheme.directions}
+    record = FragmentRecord(
+        key=leaf.key,
+        scheme=data.scheme,
+        nominal_dtype=str(data.dtype).removeprefix("torch."),
+        global_shape=tuple(leaf.global_shape),
+        prepended_axes=leaf.prepend_axis_num,
+        fragment=fragment,
+        slots=tuple(sorted(slots.items())) if even else (),
+        even=even,
+        stack=stack,
+    )
+    out = {}
+    for direction in data.scheme.directions:
+        out[direction.data] = _codes_leaf(leaf, direction, record)
+        out[direction.scale.component] = _scale_leaf(leaf, direction, fragment, slots[direction.scale.component])
+    return out
+
+
+def _slots(leaf: Any, direction: DirectionSpec, fragment: Fragment, factory_built: bool, even: bool) -> tuple[int, ...]:
+    scheme = leaf.data.scheme
+    if not even:
+        return grid_shape(scheme, direction.scale, fragment, leaf.prepend_axis_num)
+    blocks = scheme.block(direction.scale, len(leaf.local_shape))
+    counts = tuple(slot_count(s, b, factory_built) for s, b in zip(leaf.local_shape, blocks, strict=True))
+    return (1,) * leaf.prepend_axis_num + counts
+
+
+def _codes_leaf(leaf: Any, direction: DirectionSpec, record: FragmentRecord) -> ComponentShard:
+    codes = leaf.data.directions[direction.data].codes
+    box = record.fragment.box
+    return ComponentShard(
+        key=component_key(leaf.key, direction.data),
+        # Prepended axes as real axes of size 1: irregular reads with prepend_axis_num fail in DCP, and Megatron loops
+        # in Python over every shard of a key that has it.
+        data=codes.reshape(box.shape),
+        dtype=torch.uint8,
+        local_shape=box.shape,
+        global_shape=record.global_shape,
+        global_offset=box.offset,
+        axis_fragmentations=leaf.axis_fragmentations,
+        replica_id=leaf.replica_id,
+        record=record,
+    )
+
+
+def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: tuple[int, ...]) -> ComponentShard:
+    grid = leaf.data.directions[direction.data].scale
+    data = grid.values.new_zeros(slots)
+    filled = grid.values.reshape((1,) * leaf.prepend_axis_num + tuple(grid.values.shape))
+    data[tuple(slice(0, n) for n in filled.shape)] = filled
+    if leaf.axis_fragmentations is None:
+        key = uneven_key(leaf.key, direction.scale.component, fragment.box.offset)
+        offset, global_shape, fragmentations = (0,) * len(slots), slots, None
+    else:
+        key = component_key(leaf.key, direction.scale.component)
+        index = [o // s if s else 0 for o, s in zip(fragment.box.offset, fragment.box.shape, strict=True)]
+        offset = tuple(i * n for i, n in zip(index, slots, strict=True))
+        fragmentations = tuple(leaf.axis_fragmentations)
+        global_shape = tuple(f * n for f, n in zip(fragmentations, slots, strict=True))
+    return ComponentShard(
+        key=key,
+        data=data,
+        dtype=data.dtype,
+        local_shape=slots,
+        global_shape=global_shape,
+        global_offset=offset,
+        axis_fragmentations=fragmentations,
+        replica_id=leaf.replica_id,
+    )
+
+
+def expand_for_save(state_dict: Any, mixed: frozenset[str]) -> Any:
+    """The state dict with every entry that needs it replaced by a factory of components, in new containers."""
+
+    def expand(value: Any) -> Any:
+        if not is_entry(value):
+            return value
+        if tensors.is_quantized(value.data):
+            return make_factory(value, SaveTask(value, mixed))
+        in_stack = mixed and may_match(value, mixed) and any(leaf.key in mixed for leaf in leaves(skeleton(value)))
+        return make_factory(value, SaveTask(value, mixed)) if in_stack else value
+
+    return walk(state_dict, expand)
+
+

@@ -1,0 +1,144 @@
+"""save() and load(): stock dist_checkpointing.save and load, with quantized parameters exact."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..backends.directory import clear_commit
+from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing
+from ..options import LoadOptions, SaveOptions
+from ..report import record
+from ..sharding.expand import QuantizedFactory, values_of
+from ..sharding.layout import logical_key
+from .collective import agree, attempt, from_first, is_agreed, rank
+from .expansion import expand_load, expand_save
+from .load import FP8LoadShardedStrategy
+from .save import FP8SaveShardedStrategy
+
+_logger = logging.getLogger("megatron_fp8_dist")
+
+
+def save(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    *,
+    options: SaveOptions | None = None,
+    **stock_kwargs: Any,
+) -> Any:
+    """Save a checkpoint whose quantized parameters stay quantized. Collective.
+
+    Args:
+        sharded_state_dict: as for `dist_checkpointing.save`; quantized parameters are the entries' `.data`. It is not
+            changed.
+        checkpoint_dir: an existing directory. A complete checkpoint in it stops being one before anything is written.
+        sharded_strategy: None, or a strategy that `FP8SaveShardedStrategy` takes as `inner`.
+        options: how quantized parameters are saved.
+        **stock_kwargs: passed to `dist_checkpointing.save`.
+
+    Returns:
+        What `dist_checkpointing.save` returns.
+
+    Raises:
+        FP8CheckpointError: on all ranks alike. A PlanningError leaves the directory as it was.
+    """
+    expanded = expand_save(sharded_state_dict).state_dict
+    if isinstance(sharded_strategy, FP8SaveShardedStrategy):
+        strategy = sharded_strategy
+    else:
+        strategy = FP8SaveShardedStrategy(options, inner=sharded_strategy)
+    directory = Path(checkpoint_dir)
+    # Before 0.19 Megatron writes common.pt before it calls a strategy, over the older checkpoint's.
+    attempt(lambda: clear_commit(directory) if rank() == 0 else None)
+    return _together(lambda: dist_checkpointing.save(expanded, str(directory), strategy, **stock_kwargs))
+
+
+def load(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    *,
+    options: LoadOptions | None = None,
+    **stock_kwargs: Any,
+) -> Any:
+    """Load a checkpoint into a model, quantized parameters bit for bit wherever that is possible. Collective.
+
+    Quantized parameters are written in place; what is returned for them is an alias that `load_state_dict` may copy
+    onto them. What was quantized in the checkpoint alone comes back dequantized; what is quantized in the model alone
+    comes back in high precision, and the model's own `load_state_dict` quantizes it.
+
+    Args:
+        sharded_state_dict: as for `dist_checkpointing.load`. It is not changed.
+        checkpoint_dir: a complete checkpoint, stock or ours.
+        sharded_strategy: None, or the strategy that reads.
+        options: how quantized parameters are loaded.
+        **stock_kwargs: passed to `dist_checkpointing.load`. Keys that `strict=` modes return are logical keys.
+
+    Returns:
+        What `dist_checkpointing.load` returns.
+
+    Raises:
+        FP8CheckpointError: on all ranks alike. Up to a StorageError no parameter was changed; after one the model must
+            not be used.
+    """
+    started = time.perf_counter()
+    directory = Path(checkpoint_dir)
+    if isinstance(sharded_strategy, FP8LoadShardedStrategy):
+        strategy = sharded_strategy
+        options = options or strategy.options
+    else:
+        strategy = FP8LoadShardedStrategy(options, inner=sharded_strategy)
+    expansion = expand_load(sharded_state_dict, directory, options or LoadOptions())
+    for value in values_of(expansion.state_dict):
+        if isinstance(value, QuantizedFactory):
+            # Nothing looks for parameters in here any more, and Megatron would make a BF16 copy of each.
+            value.data = None
+    result = _together(lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs))
+    report = replace(expansion.report, seconds=from_first(time.perf_counter() - started))
+    record(report)
+    if rank() == 0:
+        _logger.info(
+            "loaded %d exact, %d requantized, %d dequantized, %d quantized parameters (%d codes, %d bytes) in %.2f s "
+            "(%.2f GB/s) from %s",
+            report.exact, report.requantized, report.dequantized, report.quantized, report.codes,
+            report.component_bytes, report.seconds, report.component_bytes / 1e9 / max(report.seconds, 1e-9), directory,
+        )
+        _warn(report.requantized_blocks)
+    return _with_logical_keys(result)
+
+
+def _warn(blocks: Any) -> None:
+    if blocks:
+        names = ", ".join(f"{key} ({count})" for key, count in list(blocks.items())[:10])
+        more = f" and {len(blocks) - 10} more" if len(blocks) > 10 else ""  # noqa: PLR2004 - at most 10 names
+        _logger.warning("requantized blocks that could not be exact: %s%s", names, more)
+
+
+def _together(call: Callable[[], Any]) -> Any:
+    """Run a call of the host on every rank; an error that one rank has alone reaches the others.
+
+    A rank that fails before the strategy's first agreement meets the others there; one that fails after the last, here.
+    """
+    error: BaseException | None = None
+    result = None
+    try:
+        result = call()
+    except CHECKPOINT_ERRORS as e:
+        if is_agreed(e):
+            raise
+        error = e
+    agree(error)
+    return result
+
+
+def _with_logical_keys(result: Any) -> Any:
+    """The keys that a `strict=` mode returned, components told by the logical key of their tensor."""
+    if not isinstance(result, tuple):
+        return result
+    state_dict, *key_sets = result
+    return (state_dict, *({(logical_key(k) or (k,))[0] for k in keys} for keys in key_sets))

@@ -1,0 +1,164 @@
+"""expand_quantized: planning across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..backends.base import Backend
+from ..backends.directory import find_manifest
+from ..backends.torch_dist import TorchDistBackend
+from ..errors import ManifestError
+from ..options import LoadOptions, SaveOptions
+from ..report import LoadReport, record
+from ..sharding.expand import check_entries, check_model
+from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
+from ..sharding.manifest import Manifest, check_against_index
+from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks
+from .collective import attempt, from_first, gather, rank, refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A state dict that is ready for dist_checkpointing, and for a load its plan and what it will do."""
+
+    state_dict: Any
+    plan: LoadPlan | None = None
+    report: LoadReport | None = None
+
+
+def expand_quantized(
+    sharded_state_dict: Any,
+    *,
+    checkpoint_dir: str | Path | None = None,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    options: SaveOptions | LoadOptions | None = None,
+    process_group: Any = None,
+) -> Any:
+    """Turn the entries of quantized parameters into entries of plain components. Collective.
+
+    What comes back can be given to stock `dist_checkpointing.save` with `FP8SaveShardedStrategy`, or to stock
+    `dist_checkpointing.load` with any strategy that reads this backend's files.
+
+    Args:
+        sharded_state_dict: a state dict with the model's entries; it is not changed. Entries keep their parameter as
+            `.data`, so that optimizers find it by identity before and after.
+        checkpoint_dir: None expands for a save. A directory expands for a load from it: the manifest and the scales
+            are read, everything is checked, and every parameter's outcome is decided (see `last_report`).
+        model: where given, every quantized parameter of it must be carried by an entry.
+        options: SaveOptions or LoadOptions; must fit `checkpoint_dir`.
+        process_group: the ranks that save or load together; all of them by default.
+
+    Returns:
+        The state dict in new containers.
+
+    Raises:
+        PlanningError, ManifestError, IncompleteCheckpointError, StorageError: on all ranks alike, with every problem
+            found on any rank. Nothing was written, no parameter was changed.
+        TypeError: options of the wrong kind.
+    """
+    if checkpoint_dir is None:
+        save_options = options or SaveOptions()
+        if not isinstance(save_options, SaveOptions):
+            raise TypeError("expanding for a save takes SaveOptions; pass checkpoint_dir= to expand for a load")
+        return expand_save(sharded_state_dict, model, process_group).state_dict
+    load_options = options or LoadOptions()
+    if not isinstance(load_options, LoadOptions):
+        raise TypeError("expanding for a load (checkpoint_dir=) takes LoadOptions")
+    return expand_load(sharded_state_dict, Path(checkpoint_dir), load_options, model, process_group).state_dict
+
+
+def _parameters(model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> Iterable[tuple[str, torch.Tensor]]:
+    if model is None:
+        return []
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    many = len(chunks) > 1
+    return [(f"chunk {i}: {n}" if many else n, p) for i, m in enumerate(chunks) for n, p in m.named_parameters()]
+
+
+def _check_local(state_dict: Any, model: Any) -> None:
+    problems = [*check_entries(state_dict), *check_model(state_dict, _parameters(model))]
+    refuse("the state dict cannot be saved or loaded exactly", problems)
+
+
+def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Expansion:
+    """Expand for a save. Collective: a rank with high-precision layers alone cannot know that its stack is mixed."""
+
+    def local() -> Any:
+        _check_local(state_dict, model)
+        info, problems = describe(state_dict)
+        refuse("quantized parameters do not fit together", problems)
+        return info
+
+    infos = gather(attempt(local, group), group)
+    mixed, conflicts = mixed_stacks(infos)
+
+    def check() -> None:
+        problems = [*conflicts, *check_replicas(state_dict, infos, rank(group))]
+        refuse("the ranks' quantized parameters do not fit together", problems)
+
+    attempt(check, group)
+    return Expansion(expand_for_save(state_dict, mixed))
+
+
+def backend_of(directory: Path) -> Backend:  # noqa: ARG001 - the directory will tell once there is more than one
+    """The backend that wrote a checkpoint."""
+    return TorchDistBackend()
+
+
+def _manifest(directory: Path, group: Any) -> Manifest | None:
+    """The checked manifest, on every rank; rank 0 reads."""
+
+    def read() -> Manifest | None:
+        if rank(group) != 0:
+            return None
+        manifest = find_manifest(directory)
+        if manifest is not None:
+            backend = backend_of(directory)
+            problems = [*check_against_index(manifest, backend.index(directory)), *backend.damage(directory)]
+            if problems:
+                raise ManifestError("the manifest and the files of the checkpoint do not fit together", problems)
+        return manifest
+
+    return from_first(attempt(read, group), group)
+
+
+def expand_load(
+    state_dict: Any, directory: Path, options: LoadOptions, model: Any = None, group: Any = None
+) -> Expansion:
+    """Expand for a load from `directory`: the whole plan. Collective."""
+    manifest = _manifest(directory, group) or Manifest(tensors={})
+
+    def plan() -> tuple[LoadPlan, Mapping[int, Any]]:
+        _check_local(state_dict, model)
+        backend = backend_of(directory)
+        planned, by_entry = plan_tasks(state_dict, manifest, backend.index(directory))
+        if not planned.problems:
+            regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
+            finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options)
+        refuse("the checkpoint cannot be loaded into this model", planned.problems)
+        return planned, by_entry
+
+    planned, by_entry = attempt(plan, group)
+    report = _report(planned, directory, group)
+    record(report)
+    return Expansion(expand_for_load(state_dict, by_entry), planned, report)
+
+
+def _report(plan: LoadPlan, directory: Path, group: Any) -> LoadReport:
+    kinds = ("exact", "requantized", "dequantized", "quantized")
+    outcomes = [task.outcome for task in plan.tasks.values()]
+    numbers = [*(sum(o.kind == k for o in outcomes) for k in kinds), sum(o.codes for o in outcomes)]
+    numbers.append(sum(o.component_bytes for o in outcomes))
+    blocks = {t.key: t.outcome.requantized_blocks for t in plan.tasks.values() if t.outcome.requantized_blocks}
+    total, all_blocks = [0] * len(numbers), dict[str, int]()
+    for theirs, their_blocks in gather((numbers, blocks), group):
+        total = [a + b for a, b in zip(total, theirs, strict=True)]
+        for key, count in their_blocks.items():
+            all_blocks[key] = all_blocks.get(key, 0) + count
+    named = dict(zip((*kinds, "codes", "component_bytes"), total, strict=True))
+    return LoadReport(checkpoint_dir=str(directory), requantized_blocks=all_blocks, **named)
