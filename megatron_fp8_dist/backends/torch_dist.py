@@ -28,7 +28,7 @@ class TorchDistBackend:
     name = "torch_dist"
 
     def __init__(self, thread_count: int = 1, keep_only_main_replica: bool = True) -> None:
-        """Settings of a write, as Megatron's save strategy has them.
+        """Settings of a write, as Megatron's save strategy has them. An object reads a checkpoint's metadata once.
 
         Args:
             thread_count: files per rank.
@@ -36,6 +36,7 @@ class TorchDistBackend:
         """
         self.thread_count = thread_count
         self.keep_only_main_replica = keep_only_main_replica
+        self._reader: _CachingReader | None = None
 
     def write(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """See `Backend.write`. The files are synced before `.metadata` is put in place."""
@@ -48,16 +49,14 @@ class TorchDistBackend:
                 to_host=to_host,
             )
         except host.CheckpointException as e:
-            problems = [Problem(str(checkpoint_dir), f"{error}", "a write that succeeds").at([rank]) for rank, (error, _) in e.failures.items()]
-            raise StorageError("writing the checkpoint failed", problems) from e
+            raise StorageError("writing the checkpoint failed", _failures(e, checkpoint_dir, "a write that succeeds")) from e
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """See `Backend.load`. Megatron's own load strategy reads."""
         try:
             return host.load_torch_dist(sharded_state_dict, checkpoint_dir)
         except host.CheckpointException as e:
-            problems = [Problem(str(checkpoint_dir), f"{error}", "a read that succeeds").at([rank]) for rank, (error, _) in e.failures.items()]
-            raise StorageError("reading the checkpoint failed", problems) from e
+            raise StorageError("reading the checkpoint failed", _failures(e, checkpoint_dir, "a read that succeeds")) from e
 
     def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
         """See `Backend.index`."""
@@ -67,7 +66,7 @@ class TorchDistBackend:
                 shape=tuple(entry.size),
                 chunks=tuple(Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
             )
-            for key, entry in _metadata(checkpoint_dir).state_dict_metadata.items()
+            for key, entry in self._metadata(checkpoint_dir).state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
@@ -77,16 +76,31 @@ class TorchDistBackend:
             return []
         planner = _RegionPlanner(regions)
         try:
-            dcp.load({}, storage_reader=dcp.FileSystemReader(checkpoint_dir), planner=planner, no_dist=True)
+            dcp.load({}, storage_reader=self._reader_of(checkpoint_dir), planner=planner, no_dist=True)
         except host.CHECKPOINT_ERRORS as e:
             keys = ", ".join(sorted({r.key for r in regions})[:10])
             raise StorageError("reading from the checkpoint failed", [Problem(keys, f"{type(e).__name__}: {e}", "readable regions")]) from e
         return planner.tensors
 
+    def _reader_of(self, checkpoint_dir: Path) -> _CachingReader:
+        if self._reader is None or self._reader.directory != checkpoint_dir:
+            self._reader = _CachingReader(checkpoint_dir)
+        return self._reader
+
+    def _metadata(self, checkpoint_dir: Path) -> Metadata:
+        if not (checkpoint_dir / _METADATA).is_file():
+            problem = Problem(str(checkpoint_dir), f"no {_METADATA}", "the metadata file of a torch_dist checkpoint")
+            raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
+        try:
+            return self._reader_of(checkpoint_dir).read_metadata()
+        except Exception as e:  # a damaged pickle can raise anything
+            problem = Problem(_METADATA, f"{type(e).__name__}: {e}", "readable metadata")
+            raise StorageError("the checkpoint's metadata cannot be read", [problem]) from e
+
     def damage(self, checkpoint_dir: Path) -> list[Problem]:
         """See `Backend.damage`."""
         ends: dict[str, int] = defaultdict(int)
-        for item in (_metadata(checkpoint_dir).storage_data or {}).values():
+        for item in (self._metadata(checkpoint_dir).storage_data or {}).values():
             ends[item.relative_path] = max(ends[item.relative_path], item.offset + item.length)
         problems = []
         for name, end in sorted(ends.items()):
@@ -98,16 +112,26 @@ class TorchDistBackend:
         return problems
 
 
-def _metadata(checkpoint_dir: Path) -> Metadata:
-    path = checkpoint_dir / _METADATA
-    if not path.is_file():
-        problem = Problem(str(checkpoint_dir), f"no {_METADATA}", "the metadata file of a torch_dist checkpoint")
-        raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
-    try:
-        return dcp.FileSystemReader(checkpoint_dir).read_metadata()
-    except Exception as e:  # a damaged pickle can raise anything
-        problem = Problem(_METADATA, f"{type(e).__name__}: {e}", "readable metadata")
-        raise StorageError("the checkpoint's metadata cannot be read", [problem]) from e
+def _failures(error: Any, checkpoint_dir: Path, expected: str) -> list[Problem]:
+    return [
+        Problem(str(checkpoint_dir), f"{type(cause).__name__}: {cause}", expected).at([rank])
+        for rank, (cause, _) in error.failures.items()
+    ]
+
+
+class _CachingReader(dcp.FileSystemReader):
+    """Reads a checkpoint's metadata once; a reader lives as long as one plan and its reads."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self.directory = checkpoint_dir
+        self._kept: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata."""
+        if self._kept is None:
+            self._kept = super().read_metadata(*args, **kwargs)
+        return self._kept
 
 
 class _RegionPlanner(LoadPlanner):

@@ -38,9 +38,10 @@ def host_version() -> Version:
         import megatron.core as core
     except ImportError as e:
         raise HostError("megatron-core cannot be imported. Install megatron-fp8-dist[megatron].") from e
-    version = Version(core.__version__)
+    # Megatron appends the commit of whatever checkout the process runs in as a local version.
+    version = Version(Version(core.__version__).public)
     if version < MINIMUM:
         raise HostError(f"megatron-core {version} is too old: found {version}, expected {MINIMUM} or newer.")
-    if not TESTED[0] <= version <= TESTED[1]:
+    if not TESTED[0] <= Version(version.base_version) <= TESTED[1]:
         _logger.warning("megatron-core %s is outside the tested range %s to %s", version, *TESTED)
     return version

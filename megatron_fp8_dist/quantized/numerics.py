@@ -7,7 +7,7 @@ x * scale rounded to nearest even, saturated to the largest finite element.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -113,18 +113,18 @@ def unequal_blocks(source: Grid, edges: tuple[Edges, ...]) -> tuple[torch.Tensor
     return (low != high) & ~empty, values
 
 
-def _block_amax(codes: torch.Tensor, source: Grid, element: str, edges: tuple[Edges, ...]) -> torch.Tensor:
-    """float32 largest magnitude of each destination block, over known elements."""
+def _block_amax(
+    rows_of: Callable[[slice], torch.Tensor], shape: tuple[int, ...], edges: tuple[Edges, ...], device: torch.device
+) -> torch.Tensor:
+    """float32 largest magnitude of each block; `rows_of` gives the float32 values of a slice of axis 0."""
     sizes = [len(e) - 1 for e in edges]
-    amax = torch.zeros(sizes, dtype=torch.float32, device=codes.device)
-    columns = [_element_index(e) for e in edges[1:]]
-    first = _element_index(edges[0])
-    for rows in row_chunks(tuple(codes.shape)):
-        values = (decode(codes[rows], element) * source.per_element(rows, codes.device)).abs_()
+    amax = torch.zeros(sizes, dtype=torch.float32, device=device)
+    first, *others = [_element_index(e) for e in edges]
+    for rows in row_chunks(shape):
         groups = first[rows]
         low = int(groups[0])
         part_sizes = [int(groups[-1]) - low + 1, *sizes[1:]]
-        part = _reduce(values, [groups - low, *columns], part_sizes, "amax", 0.0)
+        part = _reduce(rows_of(rows).abs(), [groups - low, *others], part_sizes, "amax", 0.0)
         window = amax[low : low + part_sizes[0]]
         torch.maximum(window, part, out=window)
     return amax
@@ -161,15 +161,17 @@ def requantize(
     count = int(unequal.sum())
     if not count or codes.is_meta:
         return codes, Grid(values, edges), count
-    amax = _block_amax(codes, source, element, edges)
-    scale = scale_from_amax(amax, target)
+
+    def values_of(rows: slice) -> torch.Tensor:
+        return decode(codes[rows], element) * source.per_element(rows, codes.device)
+
+    scale = scale_from_amax(_block_amax(values_of, tuple(codes.shape), edges, codes.device), target)
     unequal = unequal.to(codes.device)
     grid = Grid(torch.where(unequal, scale.reciprocal(), values.to(codes.device)), edges)
     multiply, chosen = Grid(scale, edges), Grid(unequal, edges)
     out = torch.empty_like(codes)
     for rows in row_chunks(tuple(codes.shape)):
-        values32 = decode(codes[rows], element) * source.per_element(rows, codes.device)
-        again = encode(values32 * multiply.per_element(rows, codes.device), target)
+        again = encode(values_of(rows) * multiply.per_element(rows, codes.device), target)
         out[rows] = torch.where(chosen.per_element(rows, codes.device), again, codes[rows])
     return out, grid, count
 
@@ -186,10 +188,11 @@ def quantize(values: torch.Tensor, element: str, edges: tuple[Edges, ...], scale
     Returns:
         (uint8 codes, grid of scale_inv).
     """
+    values = values.detach()
     if scale is None:
-        sizes = [len(e) - 1 for e in edges]
-        index = [_element_index(e) for e in edges]
-        scale = scale_from_amax(_reduce(values.detach().abs().to(torch.float32), index, sizes, "amax", 0.0), element)
+        shape = tuple(values.shape)
+        amax = _block_amax(lambda rows: values[rows].to(torch.float32), shape, edges, values.device)
+        scale = scale_from_amax(amax, element)
     multiply = Grid(scale.to(torch.float32), edges)
     codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     for rows in row_chunks(tuple(values.shape)):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from . import numerics
 from .grid import Grid, cat, paste
@@ -47,6 +47,7 @@ class BlockScaledTensor(torch.Tensor):
     scheme: Scheme
     directions: dict[str, Direction]
     origin: tuple[int, ...]
+    is_cut: bool
 
     @staticmethod
     def __new__(
@@ -56,6 +57,7 @@ class BlockScaledTensor(torch.Tensor):
         dtype: torch.dtype = torch.bfloat16,
         origin: Sequence[int] | None = None,
         requires_grad: bool = False,
+        is_cut: bool = False,
     ) -> BlockScaledTensor:
         """Wrap directions, without a copy.
 
@@ -65,14 +67,16 @@ class BlockScaledTensor(torch.Tensor):
             dtype: nominal dtype, which the tensor shows to the outside.
             origin: index of the first element within its quantized shard, per axis; zeros by default.
             requires_grad: as for any tensor.
+            is_cut: whether it is a part of another tensor, so that its blocks are not its own to rescale.
         """
         codes = next(iter(directions.values())).codes
         out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, codes.shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
+            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=requires_grad
         )
         out.scheme = scheme
         out.directions = dict(directions)
         out.origin = tuple(origin) if origin is not None else (0,) * codes.dim()
+        out.is_cut = is_cut
         return out  # type: ignore[no-any-return]
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -161,8 +165,11 @@ class BlockScaledTensor(torch.Tensor):
         """Overwrite codes and scales in place with those of `source`, which must have the same scheme and blocks.
 
         Raises:
-            ValueError: scheme, shape or blocks differ; nothing was written.
+            ValueError: scheme, shape or blocks differ, or this tensor is a part of another one, with which it shares
+                scales; nothing was written.
         """
+        if self.is_cut:
+            raise ValueError(f"{self!r} is a part of another quantized tensor; write the whole one")
         pairs = []
         for name, mine in self.directions.items():
             other = source.directions.get(name)
@@ -179,7 +186,8 @@ class BlockScaledTensor(torch.Tensor):
             destination.copy_(value)
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
-        return BlockScaledTensor(self.scheme, {n: d.map(fn) for n, d in self.directions.items()}, self.dtype, self.origin)
+        directions = {n: d.map(fn) for n, d in self.directions.items()}
+        return BlockScaledTensor(self.scheme, directions, self.dtype, self.origin, is_cut=self.is_cut)
 
     def _narrow(self, axis: int, start: int, length: int) -> BlockScaledTensor:
         directions = {
@@ -187,7 +195,8 @@ class BlockScaledTensor(torch.Tensor):
             for n, d in self.directions.items()
         }
         origin = (*self.origin[:axis], self.origin[axis] + start, *self.origin[axis + 1 :])
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin)
+        is_cut = self.is_cut or length != self.shape[axis]
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin, is_cut=is_cut)
 
     def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
         directions = {}
@@ -199,7 +208,24 @@ class BlockScaledTensor(torch.Tensor):
             directions[name] = Direction(codes, grid)
         wide = iter([o for o, s in zip(self.origin, self.shape, strict=True) if s != 1])
         origin = tuple(next(wide, 0) if s != 1 else 0 for s in codes.shape)
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin, is_cut=self.is_cut)
+
+    @property
+    def data(self) -> BlockScaledTensor:  # type: ignore[override]
+        """An alias without autograd history, as for any tensor."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take over another tensor's buffers; high-precision values are quantized with the scheme of this one.
+
+        torch's own setter changes what the wrapper shows and leaves the buffers behind.
+        """
+        if not isinstance(value, BlockScaledTensor):
+            value = BlockScaledTensor.quantize(value, self.scheme)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.scheme, self.directions = value.scheme, value.directions
+        self.origin, self.is_cut = value.origin, value.is_cut
 
     def __repr__(self, **_: Any) -> str:
         """One line: shape, scheme, nominal dtype."""
@@ -311,8 +337,10 @@ def _squeeze(t: BlockScaledTensor, dim: int) -> Any:
     return _view(t, [s for a, s in enumerate(t.shape) if a != axis or s != 1])
 
 
-def _clone(t: BlockScaledTensor, **_: Any) -> BlockScaledTensor:
-    return t._map(torch.clone)
+def _clone(t: BlockScaledTensor, *, memory_format: torch.memory_format | None = None) -> BlockScaledTensor:
+    own = t._map(torch.clone) if memory_format is None else t._map(lambda x: x.clone(memory_format=memory_format))
+    own.is_cut = False
+    return own
 
 
 def _to_copy(t: BlockScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
@@ -354,16 +382,21 @@ _EXACT: dict[Any, Callable[..., Any]] = {
 
 def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a mutating operation on dequantized values and write the quantized tensors that it changed back."""
-    written = [
-        (position, args[position])
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and position < len(args)
-        and isinstance(args[position], BlockScaledTensor)
-    ]
-    plain = list(tree_map(_plain, args))
-    out = func(*plain, **tree_map(_plain, kwargs))
-    for position, destination in written:
-        _copy(destination, plain[position])
-    return written[0][1] if written else out
+    plain: dict[int, torch.Tensor] = {}
+
+    def substitute(value: Any) -> Any:
+        if not isinstance(value, BlockScaledTensor):
+            return value
+        return plain.setdefault(id(value), value.dequantize())
+
+    out = func(*tree_map(substitute, args), **tree_map(substitute, kwargs))
+    written: list[BlockScaledTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += [t for t in tree_leaves(value) if isinstance(t, BlockScaledTensor)]
+    for destination in written:
+        _copy(destination, plain[id(destination)])
+    by_plain = {id(plain[id(t)]): t for t in written}
+    return tree_map(lambda t: by_plain.get(id(t), t), out)

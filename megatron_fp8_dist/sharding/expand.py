@@ -31,8 +31,6 @@ class ComponentShard(ShardedTensor):  # type: ignore[misc]  # Megatron has no ty
 
     record: FragmentRecord | None = None
     """For the codes of a save: the fragment they are."""
-    task: int | None = None
-    """For a load: number, in this process, of the task that it belongs to."""
 
 
 class Task(Protocol):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
-from ..quantized.scheme import Edges, GridSpec, Scheme, block_edges, component_names
+import torch
+
+from ..quantized.scheme import SCALE_DTYPES, Edges, GridSpec, Scheme, block_edges, component_names
 
 Shape = tuple[int, ...]
 
@@ -70,6 +72,10 @@ class Region:
     box: Box
     global_shape: Shape
 
+    def empty(self) -> Region:
+        """No element at the same place: names the key, reads nothing."""
+        return replace(self, box=Box(self.box.offset, (0,) * len(self.box.shape)))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
@@ -119,6 +125,11 @@ class TensorEntry:
             for fragment in fragments:
                 region = self.scale_region(key, direction.scale, fragment)
                 yield region.key, direction.scale.component, region.global_shape
+
+    def dtype(self, component: str) -> torch.dtype:
+        """Stored dtype of a component."""
+        formats = {d.scale.component: SCALE_DTYPES[d.scale.scale_format] for d in self.scheme.directions}
+        return formats.get(component, torch.uint8)
 
     def _first(self) -> Box:
         return Box((0,) * len(self.global_shape), (1,) * len(self.global_shape))

@@ -6,8 +6,7 @@ come back bit for bit. Carrying it out needs no strategy of ours: every leaf is 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,12 +33,14 @@ from .expand import (
     values_of,
     walk,
 )
-from .layout import Region, layer_key
+from .layout import Box, Region, layer_key
 from .manifest import Manifest, StoredTensor
 from .reshard import Piece, Source, code_region, piece_regions, plan_source, read_piece, read_source, scale_region
 
 _META = torch.device("meta")
-_task_numbers = itertools.count()
+
+Pull = Callable[[Sequence[Region]], list[torch.Tensor]]
+"""Reads regions of stored components into host memory."""
 
 Scales = Mapping[Region, torch.Tensor]
 """Scale regions that were read while planning."""
@@ -65,7 +66,10 @@ class LoadTask:
     scales: Scales = field(default_factory=dict)
     """The scales of all pieces, filled in while planning."""
     outcome: Outcome = field(default_factory=lambda: Outcome(""))
-    number: int = field(default_factory=lambda: next(_task_numbers))
+    pull: Pull | None = None
+    """Where given, `merge` reads the components itself, one parameter at a time, and `build` only names their keys."""
+    done: bool = False
+    """Whether the parameter was restored."""
 
     @property
     def key(self) -> str:
@@ -98,23 +102,31 @@ class LoadTask:
         }
 
     def _read_leaves(self, source: Source, replica_id: Any) -> dict[str, dict[str, ComponentShard]]:
+        entry = source.entry
+        assert entry is not None
+        if not source.pieces:
+            # A region outside of what was saved: a leaf that reads nothing keeps the entry in the state dict.
+            nothing = {c: Region(k, Box((0,) * len(s), s), s).empty() for k, c, s in entry.stored(source.key)}
+            return {"-": {c: self._leaf(r, entry.dtype(c), replica_id) for c, r in nothing.items()}}
         return {
             str(j): {
-                component: ComponentShard(
-                    key=region.key,
-                    data=None,
-                    dtype=dtype,
-                    local_shape=region.box.shape,
-                    global_shape=region.global_shape,
-                    global_offset=region.box.offset,
-                    axis_fragmentations=None,
-                    replica_id=replica_id,
-                    task=self.number,
-                )
+                component: self._leaf(region if self.pull is None else region.empty(), dtype, replica_id)
                 for component, region, dtype in piece_regions(source, piece)
             }
             for j, piece in enumerate(source.pieces)
         }
+
+    def _leaf(self, region: Region, dtype: torch.dtype, replica_id: Any) -> ComponentShard:
+        return ComponentShard(
+            key=region.key,
+            data=None,
+            dtype=dtype,
+            local_shape=region.box.shape,
+            global_shape=region.global_shape,
+            global_offset=region.box.offset,
+            axis_fragmentations=None,
+            replica_id=replica_id,
+        )
 
     def _plain(self, leaf: Any, source: Source, replica_id: Any) -> Any:
         stored = leaf if leaf.key == source.key else drop_layer_axis(leaf)
@@ -136,6 +148,7 @@ class LoadTask:
             return value.dequantize(param.dtype)
         conformed, _ = value.conform(tensors.scheme_of(param))
         tensors.restore(param, conformed)
+        self.done = True
         # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
         return param.detach()
 
@@ -144,11 +157,15 @@ class LoadTask:
             return loaded
         pieces = []
         for j, piece in enumerate(source.pieces):
-            components = loaded[str(j)]
+            components = loaded[str(j)] if self.pull is None else self._pulled(source, piece, self.pull)
             self._check_scales(source, piece, components)
             pieces.append(read_piece(source, piece, components))
         device = next(iter(pieces[0].directions.values())).codes.device if pieces else torch.device("cpu")
         return read_source(source, pieces, device)
+
+    def _pulled(self, source: Source, piece: Piece, pull: Pull) -> dict[str, torch.Tensor]:
+        wanted = list(piece_regions(source, piece))
+        return dict(zip((c for c, _, _ in wanted), pull([r for _, r, _ in wanted]), strict=True))
 
     def _check_scales(self, source: Source, piece: Piece, components: Mapping[str, torch.Tensor]) -> None:
         assert source.entry is not None
@@ -222,11 +239,11 @@ class LoadPlan:
     """All tasks of one load on this rank."""
 
     tasks: dict[int, LoadTask] = field(default_factory=dict)
-    """Task number -> task, for entries that hold or read quantized data."""
+    """id of an entry of the state dict -> its task, for entries that hold or read quantized data."""
     problems: list[Problem] = field(default_factory=list)
 
 
-def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTensor]) -> tuple[LoadPlan, dict[int, LoadTask]]:
+def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTensor]) -> LoadPlan:
     """The tasks of a state dict, geometry only.
 
     Args:
@@ -235,9 +252,9 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
         index: what the checkpoint holds.
 
     Returns:
-        (plan, id of the entry -> its task).
+        The plan, without scales; what does not fit is in its problems.
     """
-    plan, by_entry = LoadPlan(), {}
+    plan = LoadPlan()
     keys = {*manifest.tensors, *manifest.mixed}
     for entry in values_of(state_dict):
         if not is_entry(entry) or not (tensors.is_quantized(entry.data) or may_match(entry, keys)):
@@ -249,9 +266,8 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
             moved = any(s.key != leaf.key for s, leaf in zip(found, leaves(skeleton(entry)), strict=True))
             quantized = tensors.is_quantized(entry.data) or any(s.entry is not None for s in found)
             if stored and (quantized or moved):
-                task = LoadTask(entry, found)
-                plan.tasks[task.number] = by_entry[id(entry)] = task
-    return plan, by_entry
+                plan.tasks[id(entry)] = LoadTask(entry, found)
+    return plan
 
 
 def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | None:
@@ -296,6 +312,6 @@ def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
                 yield Problem(f"{region.key}{at}", f"scale {values[bad][0].item()}", "a finite scale that is not negative")
 
 
-def expand_for_load(state_dict: Any, by_entry: Mapping[int, LoadTask]) -> Any:
+def expand_for_load(state_dict: Any, plan: LoadPlan) -> Any:
     """The state dict with planned entries replaced by factories, in new containers."""
-    return walk(state_dict, lambda v: make_factory(v, by_entry[id(v)]) if id(v) in by_entry else v)
+    return walk(state_dict, lambda v: make_factory(v, plan.tasks[id(v)]) if id(v) in plan.tasks else v)

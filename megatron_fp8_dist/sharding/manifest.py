@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ManifestError, Problem
-from ..quantized.scheme import SCALE_DTYPES, Scheme
+from ..quantized.scheme import Scheme
 from .layout import Box, EvenGrid, Fragment, Shape, TensorEntry, component_key, layer_key, logical_key
 
 FORMAT = "megatron_fp8_dist"
@@ -366,8 +366,8 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
             problems.append(Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other"))
     for key in index:
         if logical_key(key) is not None and key not in expected:
-            problems.append(Problem(key, "a stored component", "nothing: the manifest does not know it"))
-    if not problems and metadata_digest(index) != manifest.digest:
+            problems.append(Problem(key, "a stored component", "nothing: no manifest knows it"))
+    if manifest.tensors and not problems and metadata_digest(index) != manifest.digest:
         problems.append(
             Problem(FILE_NAME, f"digest {manifest.digest}", f"{metadata_digest(index)}, as the files' metadata has it")
         )
@@ -377,8 +377,7 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
 def _check_component(
     stored: str, component: str, shape: Shape, entry: TensorEntry, found: StoredTensor | None
 ) -> list[Problem]:
-    scale = {d.scale.component: SCALE_DTYPES[d.scale.scale_format] for d in entry.scheme.directions}
-    dtype = scale.get(component, torch.uint8)
+    dtype = entry.dtype(component)
     expected = f"{dtype} of shape {list(shape)}"
     if found is None:
         return [Problem(stored, "nothing", expected, "A component is missing: restore the files, or use another save.")]

@@ -11,12 +11,13 @@ from typing import Any
 
 from ..backends.directory import clear_commit
 from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing
+from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
 from ..report import record
 from ..sharding.expand import QuantizedFactory, values_of
 from ..sharding.layout import logical_key
 from .collective import agree, attempt, from_first, is_agreed, rank
-from .expansion import expand_load, expand_save
+from .expansion import Expansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
 from .save import FP8SaveShardedStrategy
 
@@ -98,9 +99,17 @@ def load(
         if isinstance(value, QuantizedFactory):
             # Nothing looks for parameters in here any more, and Megatron would make a BF16 copy of each.
             value.data = None
-    result = _together(lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs))
+    if strategy.inner is None:
+        _read_one_by_one(expansion, directory)
+    try:
+        result = _together(
+            lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs)
+        )
+    except StorageError as e:
+        raise _after_restores(e, expansion) from e
     report = replace(expansion.report, seconds=from_first(time.perf_counter() - started))
     record(report)
+    strategy.report = report
     if rank() == 0:
         _logger.info(
             "loaded %d exact, %d requantized, %d dequantized, %d quantized parameters (%d codes, %d bytes) in %.2f s "
@@ -110,6 +119,25 @@ def load(
         )
         _warn(report.requantized_blocks)
     return _with_logical_keys(result)
+
+
+def _read_one_by_one(expansion: Expansion, directory: Path) -> None:
+    """Let each parameter read its components when it is restored, so that one at a time is held twice."""
+    assert expansion.plan is not None and expansion.backend is not None
+    backend = expansion.backend
+    for task in expansion.plan.tasks.values():
+        task.pull = lambda regions: backend.read(directory, regions)
+
+
+def _after_restores(error: StorageError, expansion: Expansion) -> StorageError:
+    """The error, and which parameters of this rank were restored before it."""
+    assert expansion.plan is not None
+    restored = sorted(task.key for task in expansion.plan.tasks.values() if task.done)
+    if not restored:
+        return error
+    remedy = "The model must not be used: load a whole checkpoint into it."
+    problem = Problem("(restored before the error)", ", ".join(restored), "all parameters", remedy).at([rank()])
+    return type(error)(error.summary, [*error.problems, problem])
 
 
 def _warn(blocks: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ class Expansion:
     state_dict: Any
     plan: LoadPlan | None = None
     report: LoadReport | None = None
+    backend: Backend | None = None
+    """For a load: what read the scales, and can read the codes."""
 
 
 def expand_quantized(
@@ -117,11 +119,11 @@ def _manifest(directory: Path, group: Any) -> Manifest | None:
         if rank(group) != 0:
             return None
         manifest = find_manifest(directory)
-        if manifest is not None:
-            backend = backend_of(directory)
-            problems = [*check_against_index(manifest, backend.index(directory)), *backend.damage(directory)]
-            if problems:
-                raise ManifestError("the manifest and the files of the checkpoint do not fit together", problems)
+        backend = backend_of(directory)
+        index = backend.index(directory)
+        problems = [*check_against_index(manifest or Manifest(tensors={}), index), *backend.damage(directory)]
+        if problems:
+            raise ManifestError("the manifest and the files of the checkpoint do not fit together", problems)
         return manifest
 
     return from_first(attempt(read, group), group)
@@ -132,21 +134,21 @@ def expand_load(
 ) -> Expansion:
     """Expand for a load from `directory`: the whole plan. Collective."""
     manifest = _manifest(directory, group) or Manifest(tensors={})
+    backend = backend_of(directory)
 
-    def plan() -> tuple[LoadPlan, Mapping[int, Any]]:
+    def plan() -> LoadPlan:
         _check_local(state_dict, model)
-        backend = backend_of(directory)
-        planned, by_entry = plan_tasks(state_dict, manifest, backend.index(directory))
+        planned = plan_tasks(state_dict, manifest, backend.index(directory))
         if not planned.problems:
             regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
             finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options)
         refuse("the checkpoint cannot be loaded into this model", planned.problems)
-        return planned, by_entry
+        return planned
 
-    planned, by_entry = attempt(plan, group)
+    planned = attempt(plan, group)
     report = _report(planned, directory, group)
     record(report)
-    return Expansion(expand_for_load(state_dict, by_entry), planned, report)
+    return Expansion(expand_for_load(state_dict, planned), planned, report, backend)
 
 
 def _report(plan: LoadPlan, directory: Path, group: Any) -> LoadReport:
