@@ -53,7 +53,9 @@ def check_committed(directory: Path) -> None:
         raise IncompleteCheckpointError("there is no checkpoint", [problem])
     if not (directory / COMMIT_MARKER).is_file():
         remedy = "The save was interrupted before it was complete: use an earlier checkpoint."
-        problem = Problem(str(directory), f"no {COMMIT_MARKER}", "the commit marker that a complete save leaves", remedy)
+        problem = Problem(
+            str(directory), f"no {COMMIT_MARKER}", "the commit marker that a complete save leaves", remedy
+        )
         raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
 
 

@@ -56,7 +56,9 @@ class MemoryBackend:
     def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
         """See `Backend.index`."""
         if checkpoint_dir not in self.chunks:
-            raise IncompleteCheckpointError("there is no checkpoint", [Problem(str(checkpoint_dir), "nothing", "a checkpoint")])
+            raise IncompleteCheckpointError(
+                "there is no checkpoint", [Problem(str(checkpoint_dir), "nothing", "a checkpoint")]
+            )
         return {
             key: StoredTensor(parts[0][1].dtype, self.shapes[checkpoint_dir][key], tuple(box for box, _ in parts))
             for key, parts in self.chunks[checkpoint_dir].items()
@@ -69,7 +71,9 @@ class MemoryBackend:
     def _read(self, checkpoint_dir: Path, region: Region) -> torch.Tensor:
         parts = self.chunks[checkpoint_dir].get(region.key)
         if parts is None:
-            raise StorageError("reading from the checkpoint failed", [Problem(region.key, "nothing", "a stored tensor")])
+            raise StorageError(
+                "reading from the checkpoint failed", [Problem(region.key, "nothing", "a stored tensor")]
+            )
         out = torch.empty(region.box.shape, dtype=parts[0][1].dtype)
         missing = out.numel()
         for box, data in parts:
@@ -78,7 +82,9 @@ class MemoryBackend:
                 out[_slices(common, region.box)] = data[_slices(common, box)]
                 missing -= common.size
         if missing:
-            problem = Problem(region.key, f"{missing} elements of {region.box} without data", "chunks that cover the region")
+            problem = Problem(
+                region.key, f"{missing} elements of {region.box} without data", "chunks that cover the region"
+            )
             raise StorageError("reading from the checkpoint failed", [problem])
         return out
 

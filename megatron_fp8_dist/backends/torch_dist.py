@@ -49,14 +49,18 @@ class TorchDistBackend:
                 to_host=to_host,
             )
         except host.CheckpointException as e:
-            raise StorageError("writing the checkpoint failed", _failures(e, checkpoint_dir, "a write that succeeds")) from e
+            raise StorageError(
+                "writing the checkpoint failed", _failures(e, checkpoint_dir, "a write that succeeds")
+            ) from e
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """See `Backend.load`. Megatron's own load strategy reads."""
         try:
             return host.load_torch_dist(sharded_state_dict, checkpoint_dir)
         except host.CheckpointException as e:
-            raise StorageError("reading the checkpoint failed", _failures(e, checkpoint_dir, "a read that succeeds")) from e
+            raise StorageError(
+                "reading the checkpoint failed", _failures(e, checkpoint_dir, "a read that succeeds")
+            ) from e
 
     def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
         """See `Backend.index`."""
@@ -79,7 +83,9 @@ class TorchDistBackend:
             dcp.load({}, storage_reader=self._reader_of(checkpoint_dir), planner=planner, no_dist=True)
         except host.CHECKPOINT_ERRORS as e:
             keys = ", ".join(sorted({r.key for r in regions})[:10])
-            raise StorageError("reading from the checkpoint failed", [Problem(keys, f"{type(e).__name__}: {e}", "readable regions")]) from e
+            raise StorageError(
+                "reading from the checkpoint failed", [Problem(keys, f"{type(e).__name__}: {e}", "readable regions")]
+            ) from e
         return planner.tensors
 
     def _reader_of(self, checkpoint_dir: Path) -> _CachingReader:
@@ -108,7 +114,11 @@ class TorchDistBackend:
             size = path.stat().st_size if path.is_file() else None
             if size is None or size < end:
                 found = "no such file" if size is None else f"{size} bytes"
-                problems.append(Problem(name, found, f"a file of at least {end} bytes", "Files were lost or cut short: restore them."))
+                problems.append(
+                    Problem(
+                        name, found, f"a file of at least {end} bytes", "Files were lost or cut short: restore them."
+                    )
+                )
         return problems
 
 

@@ -32,10 +32,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
     FullyParallelSaveStrategyWrapper,
 )
 
-if HOST_VERSION >= Version("0.19"):
-    from . import mcore_0_19 as host_range
-else:
-    from . import mcore_0_16 as host_range
+from . import mcore_0_16, mcore_0_19  # noqa: E402
+
+host_range = mcore_0_16 if Version("0.19") > HOST_VERSION else mcore_0_19
+"""The module of this Megatron's range."""
 
 TorchDistSaveShardedStrategy = torch_dist.TorchDistSaveShardedStrategy
 TorchDistLoadShardedStrategy = torch_dist.TorchDistLoadShardedStrategy

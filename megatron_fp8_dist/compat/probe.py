@@ -35,7 +35,7 @@ def host_version() -> Version:
         HostError: Megatron-core is missing or older than `MINIMUM`.
     """
     try:
-        import megatron.core as core
+        from megatron import core
     except ImportError as e:
         raise HostError("megatron-core cannot be imported. Install megatron-fp8-dist[megatron].") from e
     # Megatron appends the commit of whatever checkout the process runs in as a local version.

@@ -81,7 +81,7 @@ class Grid:
         rows = self.narrow(0, axis0.start, axis0.stop - axis0.start) if self.edges else self
         out = rows.values.to(device)
         for axis, edges in enumerate(rows.edges):
-            if len(edges) > 2:  # noqa: PLR2004 - more than one block
+            if len(edges) > 2:
                 lengths = torch.from_numpy(np.diff(edges)).to(device)
                 out = out.repeat_interleave(lengths, dim=axis, output_size=int(edges[-1]))
         return out
@@ -103,7 +103,9 @@ def cat(grids: Sequence[Grid], axis: int) -> Grid:
             common = union([g.edges[other] for g in aligned])
             aligned = [g.refine(other, common) for g in aligned]
     offsets = np.cumsum([0, *(g.shape[axis] for g in aligned)])
-    joined = np.concatenate([aligned[0].edges[axis][:1], *(g.edges[axis][1:] + o for g, o in zip(aligned, offsets, strict=False))])
+    joined = np.concatenate(
+        [aligned[0].edges[axis][:1], *(g.edges[axis][1:] + o for g, o in zip(aligned, offsets, strict=False))]
+    )
     known = None
     if any(g.known is not None for g in aligned):
         known = torch.cat([_known(g) for g in aligned], axis)
@@ -126,7 +128,9 @@ def paste(shape: Sequence[int], pieces: Sequence[tuple[Sequence[int], Grid]], dt
     """
     axes = range(len(shape))
     edges = tuple(
-        union([*(g.edges[a] + o[a] for o, g in pieces if g.shape[a]), np.unique(np.array([0, shape[a]], dtype=np.int64))])
+        union(
+            [*(g.edges[a] + o[a] for o, g in pieces if g.shape[a]), np.unique(np.array([0, shape[a]], dtype=np.int64))]
+        )
         for a in axes
     )
     device = pieces[0][1].values.device if pieces else torch.device("cpu")

@@ -36,8 +36,9 @@ def encode(values: torch.Tensor, element: str) -> torch.Tensor:
 
 def scale_from_amax(amax: torch.Tensor, element: str) -> torch.Tensor:
     """float32 scale (what a value is multiplied by to quantize it) for a largest magnitude of `amax`."""
-    scale = torch.finfo(ELEMENT_DTYPES[element]).max / amax.to(torch.float32)
-    scale = scale.clamp(max=_FLOAT32_MAX)
+    amax = amax.to(torch.float32)
+    # A tensor over a tensor: a number over a tensor is computed as reciprocal and product, which rounds twice.
+    scale = (torch.full_like(amax, torch.finfo(ELEMENT_DTYPES[element]).max) / amax).clamp(max=_FLOAT32_MAX)
     usable = torch.isfinite(amax) & (amax > 0)
     return torch.where(usable, scale, torch.ones_like(scale))
 
@@ -72,7 +73,7 @@ def _block_index(edges: Edges, coarse: Edges) -> torch.Tensor:
     return torch.from_numpy(np.searchsorted(coarse, edges[:-1], side="right") - 1)
 
 
-def _reduce(values: torch.Tensor, index: list[torch.Tensor], sizes: list[int], how: str, start: float | int) -> torch.Tensor:
+def _reduce(values: torch.Tensor, index: list[torch.Tensor], sizes: list[int], how: str, start: float) -> torch.Tensor:
     """Reduce `values` axis by axis into groups; `index[a]` gives the group of each position on axis a."""
     for axis, (group, size) in enumerate(zip(index, sizes, strict=True)):
         shape = list(values.shape)
@@ -176,7 +177,9 @@ def requantize(
     return out, grid, count
 
 
-def quantize(values: torch.Tensor, element: str, edges: tuple[Edges, ...], scale: torch.Tensor | None = None) -> tuple[torch.Tensor, Grid]:
+def quantize(
+    values: torch.Tensor, element: str, edges: tuple[Edges, ...], scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Grid]:
     """Quantize high-precision `values` on the blocks of `edges`.
 
     Args:

@@ -94,7 +94,9 @@ class Scheme:
         if self.name not in SCHEMES:
             raise ValueError(f"scheme {self.name!r}: known schemes are {', '.join(sorted(SCHEMES))}")
         if self.element not in self.row.elements:
-            raise ValueError(f"scheme {self.name}: element {self.element!r} is not one of {', '.join(self.row.elements)}")
+            raise ValueError(
+                f"scheme {self.name}: element {self.element!r} is not one of {', '.join(self.row.elements)}"
+            )
 
     @property
     def row(self) -> SchemeRow:
@@ -130,7 +132,7 @@ class Scheme:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Scheme:
+    def from_json(cls, value: object) -> Scheme:
         """The scheme that `to_json` wrote.
 
         Raises:

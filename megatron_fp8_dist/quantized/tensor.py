@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,8 +38,8 @@ class Direction:
 class BlockScaledTensor(torch.Tensor):
     """A quantized tensor as codes, scales and block edges.
 
-    Exact, as views or copies of bytes: narrow, slice, chunk, split, cat, detach, clone, moves between devices, and views
-    that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values (`copy_`,
+    Exact, as views or copies of bytes: narrow, slice, chunk, split, cat, detach, clone, moves between devices, and
+    views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values (`copy_`,
     `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme. Every other operation works on the
     dequantized values and gives plain tensors.
     """
@@ -49,16 +49,16 @@ class BlockScaledTensor(torch.Tensor):
     origin: tuple[int, ...]
     is_cut: bool
 
-    @staticmethod
     def __new__(
         cls,
         scheme: Scheme,
         directions: Mapping[str, Direction],
         dtype: torch.dtype = torch.bfloat16,
+        *,
         origin: Sequence[int] | None = None,
         requires_grad: bool = False,
         is_cut: bool = False,
-    ) -> BlockScaledTensor:
+    ) -> Self:
         """Wrap directions, without a copy.
 
         Args:
@@ -70,16 +70,16 @@ class BlockScaledTensor(torch.Tensor):
             is_cut: whether it is a part of another tensor, so that its blocks are not its own to rescale.
         """
         codes = next(iter(directions.values())).codes
-        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        out = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=requires_grad
         )
         out.scheme = scheme
         out.directions = dict(directions)
         out.origin = tuple(origin) if origin is not None else (0,) * codes.dim()
         out.is_cut = is_cut
-        return out  # type: ignore[no-any-return]
+        return out
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
 
     @classmethod
     def from_components(
@@ -138,8 +138,8 @@ class BlockScaledTensor(torch.Tensor):
             out[spec.data], out[spec.scale.component] = direction.codes, direction.scale.values
         return out
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """code * scale_inv, computed in float32, as a plain tensor of `dtype` (the nominal dtype by default)."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Code * scale_inv, computed in float32, as a plain tensor of `dtype` (the nominal dtype by default)."""
         direction = self.directions[self.scheme.directions[0].data]
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
         return numerics.dequantize_into(out, direction.codes, direction.scale, self.scheme.element)
@@ -187,7 +187,7 @@ class BlockScaledTensor(torch.Tensor):
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
         directions = {n: d.map(fn) for n, d in self.directions.items()}
-        return BlockScaledTensor(self.scheme, directions, self.dtype, self.origin, is_cut=self.is_cut)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin, is_cut=self.is_cut)
 
     def _narrow(self, axis: int, start: int, length: int) -> BlockScaledTensor:
         directions = {
@@ -196,7 +196,7 @@ class BlockScaledTensor(torch.Tensor):
         }
         origin = (*self.origin[:axis], self.origin[axis] + start, *self.origin[axis + 1 :])
         is_cut = self.is_cut or length != self.shape[axis]
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin, is_cut=is_cut)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=is_cut)
 
     def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
         directions = {}
@@ -208,10 +208,10 @@ class BlockScaledTensor(torch.Tensor):
             directions[name] = Direction(codes, grid)
         wide = iter([o for o, s in zip(self.origin, self.shape, strict=True) if s != 1])
         origin = tuple(next(wide, 0) if s != 1 else 0 for s in codes.shape)
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin, is_cut=self.is_cut)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=self.is_cut)
 
     @property
-    def data(self) -> BlockScaledTensor:  # type: ignore[override]
+    def data(self) -> BlockScaledTensor:
         """An alias without autograd history, as for any tensor."""
         return self.detach()  # type: ignore[return-value]
 
@@ -227,7 +227,7 @@ class BlockScaledTensor(torch.Tensor):
         self.scheme, self.directions = value.scheme, value.directions
         self.origin, self.is_cut = value.origin, value.is_cut
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """One line: shape, scheme, nominal dtype."""
         return (
             f"BlockScaledTensor(shape={tuple(self.shape)}, scheme={self.scheme.name}/{self.scheme.element}, "
@@ -235,7 +235,7 @@ class BlockScaledTensor(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Exact operations from the table below; everything else on dequantized values."""
@@ -260,7 +260,7 @@ def join(tensors: Sequence[BlockScaledTensor], axis: int) -> BlockScaledTensor:
         )
         for name in first.directions
     }
-    return BlockScaledTensor(first.scheme, directions, first.dtype, first.origin)
+    return BlockScaledTensor(first.scheme, directions, first.dtype, origin=first.origin)
 
 
 def assemble(
@@ -297,9 +297,7 @@ def _axis(t: torch.Tensor, dim: int) -> int:
     return dim + t.dim() if dim < 0 else dim
 
 
-def _slice(
-    t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def _slice(t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if step != 1:
         return NotImplemented
     axis = _axis(t, dim)

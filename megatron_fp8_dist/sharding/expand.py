@@ -121,7 +121,9 @@ def refill(structure: Any, values: Iterator[Any]) -> Any:
 
 def skeleton(entry: Any) -> Any:
     """What `entry` builds, on the meta device: keys, shapes and offsets without data."""
-    return rebuild(entry, entry.key, torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta"), entry.replica_id)
+    return rebuild(
+        entry, entry.key, torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta"), entry.replica_id
+    )
 
 
 def global_box(leaf: Any) -> Box:

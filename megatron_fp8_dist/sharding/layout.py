@@ -50,7 +50,7 @@ class Fragment:
 
     box: Box
     phase: Shape
-    """First element's index modulo the block, within its quantized shard, per axis; 0 where there is no finite block."""
+    """First element's index modulo the block, within its quantized shard, per axis; 0 where no block is finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,4 @@ def fragment_edges(scheme: Scheme, spec: GridSpec, fragment: Fragment, prepended
     """Block edges of `fragment` along its own axes (prepended ones left out)."""
     size, phase = fragment.box.shape[prepended_axes:], fragment.phase[prepended_axes:]
     blocks = scheme.block(spec, len(size))
-    return tuple(
-        block_edges(s, b, 0 if b is None else p % b) for s, b, p in zip(size, blocks, phase, strict=True)
-    )
+    return tuple(block_edges(s, b, 0 if b is None else p % b) for s, b, p in zip(size, blocks, phase, strict=True))

@@ -27,7 +27,6 @@ from .expand import (
     leaves,
     make_factory,
     may_match,
-
     refill,
     skeleton,
     values_of,
@@ -83,6 +82,11 @@ class LoadTask:
             for direction in source.entry.scheme.directions:
                 yield scale_region(source, source.entry, direction, piece)
 
+    def regions(self) -> Iterator[Region]:
+        """Every region of stored components that the task reads, in the order in which `merge` needs them."""
+        for source, piece in self._pieces():
+            yield from (region for _, region, _ in piece_regions(source, piece))
+
     def _pieces(self) -> Iterator[tuple[Source, Piece]]:
         return ((source, piece) for source in self.sources if source.entry is not None for piece in source.pieces)
 
@@ -97,7 +101,9 @@ class LoadTask:
             raise PlanningError("an entry was given another key after expand_quantized", [problem])
         built = leaves(skeleton(self.original))
         return {
-            str(i): self._read_leaves(source, replica_id) if source.entry is not None else self._plain(leaf, source, replica_id)
+            str(i): self._read_leaves(source, replica_id)
+            if source.entry is not None
+            else self._plain(leaf, source, replica_id)
             for i, (leaf, source) in enumerate(zip(built, self.sources, strict=True))
         }
 
@@ -143,10 +149,11 @@ class LoadTask:
         value = self._join(values)
         if not isinstance(value, BlockScaledTensor):
             return value
-        value = value.to(param.device)
+        moved = value.to(param.device)
+        assert isinstance(moved, BlockScaledTensor), "a move keeps the class"
         if not tensors.is_quantized(param):
-            return value.dequantize(param.dtype)
-        conformed, _ = value.conform(tensors.scheme_of(param))
+            return moved.dequantize(param.dtype)
+        conformed, _ = moved.conform(tensors.scheme_of(param))
         tensors.restore(param, conformed)
         self.done = True
         # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
@@ -220,7 +227,9 @@ class LoadTask:
         scheme = tensors.scheme_of(param)
         if scheme.element != value.scheme.element and not options.allow_recast:
             remedy = "Pass LoadOptions(allow_recast=True) to requantize it."
-            problem = Problem(self.key, f"{value.scheme.element} codes in the checkpoint", f"{scheme.element} codes", remedy)
+            problem = Problem(
+                self.key, f"{value.scheme.element} codes in the checkpoint", f"{scheme.element} codes", remedy
+            )
             return [problem], "", 0
         _, blocks = value.conform(scheme)
         kind = "requantized" if blocks else "exact"
@@ -309,7 +318,9 @@ def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
             bad = invalid_scales(values, direction.scale.scale_format)
             if bool(bad.any()):
                 at = [o + int(i) for o, i in zip(region.box.offset, bad.nonzero()[0], strict=True)]
-                yield Problem(f"{region.key}{at}", f"scale {values[bad][0].item()}", "a finite scale that is not negative")
+                yield Problem(
+                    f"{region.key}{at}", f"scale {values[bad][0].item()}", "a finite scale that is not negative"
+                )
 
 
 def expand_for_load(state_dict: Any, plan: LoadPlan) -> Any:

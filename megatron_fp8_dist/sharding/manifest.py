@@ -87,7 +87,8 @@ class Manifest:
             "writer": dict(self.writer),
             "tensors": {key: _entry_to_json(entry) for key, entry in sorted(self.tensors.items())},
             "mixed_stacks": {
-                key: {"num_layers": m.num_layers, "quantized": list(m.quantized)} for key, m in sorted(self.mixed.items())
+                key: {"num_layers": m.num_layers, "quantized": list(m.quantized)}
+                for key, m in sorted(self.mixed.items())
             },
         }
 
@@ -171,7 +172,9 @@ class _Reader:
             self.mixed_layers(key, stack, tensors)
         if self.problems:
             raise ManifestError(f"{FILE_NAME} is damaged", self.problems)
-        return Manifest({k: e for k, e in tensors.items() if e}, {k: m for k, m in mixed.items() if m}, str(digest), writer)
+        return Manifest(
+            {k: e for k, e in tensors.items() if e}, {k: m for k, m in mixed.items() if m}, str(digest), writer
+        )
 
     def table(self, document: Mapping[str, Any], name: str) -> dict[str, Any]:
         value = document.get(name)
@@ -182,7 +185,9 @@ class _Reader:
 
     def fields(self, where: str, value: Mapping[str, Any], expected: set[str]) -> bool:
         if set(value) != expected:
-            self.complain(where, f"fields {', '.join(sorted(map(str, value)))}", f"fields {', '.join(sorted(expected))}")
+            self.complain(
+                where, f"fields {', '.join(sorted(map(str, value)))}", f"fields {', '.join(sorted(expected))}"
+            )
             return False
         return True
 
@@ -241,7 +246,9 @@ class _Reader:
             return None
         for axis, (size, piece, axis_runs) in enumerate(zip(shape, fragment, phases, strict=True)):
             if sum(count for count, _ in axis_runs) * piece != size:
-                self.complain(f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}")
+                self.complain(
+                    f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}"
+                )
         return EvenGrid(fragment, sized, phases)
 
     def run(self, where: str, value: Any) -> tuple[int, int]:
@@ -257,7 +264,9 @@ class _Reader:
             where = f"{key} -> fragments -> {i}"
             if not isinstance(item, dict) or not self.fields(where, item, {"offset", "shape", "phase"}):
                 continue
-            offset, size, phase = (self.sizes(f"{where} -> {n}", item[n], len(shape)) for n in ("offset", "shape", "phase"))
+            offset, size, phase = (
+                self.sizes(f"{where} -> {n}", item[n], len(shape)) for n in ("offset", "shape", "phase")
+            )
             if any(o + s > g for o, s, g in zip(offset, size, shape, strict=False)):
                 self.complain(where, f"offset {offset} and shape {size}", f"a region inside {shape}")
             out.append(Fragment(Box(offset, size), phase))
@@ -310,14 +319,19 @@ def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]
     for name in common if first.even else common[:4]:
         values = {getattr(r, name) for r in group}
         if len(values) > 1:
-            problems.append(Problem(key, f"{name} {' and '.join(sorted(map(str, values)))}", f"one {name} on all ranks"))
+            problems.append(
+                Problem(key, f"{name} {' and '.join(sorted(map(str, values)))}", f"one {name} on all ranks")
+            )
             return None
     fragments = tuple(sorted((r.fragment for r in group), key=lambda f: f.box.offset))
     base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes)
     if not first.even:
         return TensorEntry(*base, None, fragments)
     shape = first.fragment.box.shape
-    axes = [_axis_phases(key, axis, fragments, shape[axis], first.global_shape[axis], problems) for axis in range(len(shape))]
+    axes = [
+        _axis_phases(key, axis, fragments, shape[axis], first.global_shape[axis], problems)
+        for axis in range(len(shape))
+    ]
     return TensorEntry(*base, EvenGrid(shape, dict(first.slots), tuple(axes)))
 
 
@@ -363,7 +377,9 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
         names = [layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized]
         problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in names if n not in index]
         if key in index:
-            problems.append(Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other"))
+            problems.append(
+                Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other")
+            )
     for key in index:
         if logical_key(key) is not None and key not in expected:
             problems.append(Problem(key, "a stored component", "nothing: no manifest knows it"))

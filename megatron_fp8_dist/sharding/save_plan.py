@@ -128,7 +128,14 @@ class SaveTask:
         """
         raise PlanningError(
             "a state dict that was expanded for a save was given to a load",
-            [Problem(self.original.key, "an expansion for a save", "one for a load", "Pass checkpoint_dir= to expand_quantized.")],
+            [
+                Problem(
+                    self.original.key,
+                    "an expansion for a save",
+                    "one for a load",
+                    "Pass checkpoint_dir= to expand_quantized.",
+                )
+            ],
         )
 
 
@@ -146,9 +153,7 @@ def component_leaves(leaf: Any, stack: StackRef | None, factory_built: bool) -> 
             [Problem(leaf.key, found, "exact pieces (narrow, chunk, split, slice, view, cat)")],
         )
     even = leaf.axis_fragmentations is not None
-    fragment = Fragment(
-        global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin)
-    )
+    fragment = Fragment(global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin))
     slots = {d.scale.component: _slots(leaf, d, fragment, factory_built and even, even) for d in data.scheme.directions}
     record = FragmentRecord(
         key=leaf.key,
@@ -174,7 +179,7 @@ def _slots(leaf: Any, direction: DirectionSpec, fragment: Fragment, factory_buil
         return grid_shape(scheme, direction.scale, fragment, leaf.prepend_axis_num)
     blocks = scheme.block(direction.scale, len(leaf.local_shape))
     counts = tuple(slot_count(s, b, factory_built) for s, b in zip(leaf.local_shape, blocks, strict=True))
-    return (1,) * leaf.prepend_axis_num + counts
+    return (1,) * int(leaf.prepend_axis_num) + counts
 
 
 def _codes_leaf(leaf: Any, direction: DirectionSpec, record: FragmentRecord) -> ComponentShard:
@@ -233,5 +238,3 @@ def expand_for_save(state_dict: Any, mixed: frozenset[str]) -> Any:
         return make_factory(value, SaveTask(value, mixed)) if in_stack else value
 
     return walk(state_dict, expand)
-
-

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ from ..backends.directory import clear_commit
 from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing
 from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
-from ..report import record
+from ..report import LoadReport, record
 from ..sharding.expand import QuantizedFactory, values_of
 from ..sharding.layout import logical_key
 from .collective import agree, attempt, from_first, is_agreed, rank
-from .expansion import Expansion, expand_load, expand_save
+from .expansion import LoadExpansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
+from .prefetch import Prefetch
 from .save import FP8SaveShardedStrategy
 
 _logger = logging.getLogger("megatron_fp8_dist")
+
+MAX_KEYS = 10
+"""A warning names at most so many keys."""
 
 
 def save(
@@ -48,7 +53,7 @@ def save(
     Raises:
         FP8CheckpointError: on all ranks alike. A PlanningError leaves the directory as it was.
     """
-    expanded = expand_save(sharded_state_dict).state_dict
+    expanded = expand_save(sharded_state_dict)
     if isinstance(sharded_strategy, FP8SaveShardedStrategy):
         strategy = sharded_strategy
     else:
@@ -111,27 +116,20 @@ def load(
     record(report)
     strategy.report = report
     if rank() == 0:
-        _logger.info(
-            "loaded %d exact, %d requantized, %d dequantized, %d quantized parameters (%d codes, %d bytes) in %.2f s "
-            "(%.2f GB/s) from %s",
-            report.exact, report.requantized, report.dequantized, report.quantized, report.codes,
-            report.component_bytes, report.seconds, report.component_bytes / 1e9 / max(report.seconds, 1e-9), directory,
-        )
-        _warn(report.requantized_blocks)
+        _log(report)
     return _with_logical_keys(result)
 
 
-def _read_one_by_one(expansion: Expansion, directory: Path) -> None:
-    """Let each parameter read its components when it is restored, so that one at a time is held twice."""
-    assert expansion.plan is not None and expansion.backend is not None
-    backend = expansion.backend
-    for task in expansion.plan.tasks.values():
-        task.pull = lambda regions: backend.read(directory, regions)
+def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
+    """Let each parameter get its components when it is restored, so that only few are held twice at a time."""
+    tasks = list(expansion.plan.tasks.values())
+    pull = Prefetch(partial(expansion.backend.read, directory), (r for task in tasks for r in task.regions()))
+    for task in tasks:
+        task.pull = pull
 
 
-def _after_restores(error: StorageError, expansion: Expansion) -> StorageError:
+def _after_restores(error: StorageError, expansion: LoadExpansion) -> StorageError:
     """The error, and which parameters of this rank were restored before it."""
-    assert expansion.plan is not None
     restored = sorted(task.key for task in expansion.plan.tasks.values() if task.done)
     if not restored:
         return error
@@ -140,10 +138,23 @@ def _after_restores(error: StorageError, expansion: Expansion) -> StorageError:
     return type(error)(error.summary, [*error.problems, problem])
 
 
-def _warn(blocks: Any) -> None:
-    if blocks:
-        names = ", ".join(f"{key} ({count})" for key, count in list(blocks.items())[:10])
-        more = f" and {len(blocks) - 10} more" if len(blocks) > 10 else ""  # noqa: PLR2004 - at most 10 names
+def _log(report: LoadReport) -> None:
+    counts = (report.exact, report.requantized, report.dequantized, report.quantized)
+    speed = report.component_bytes / 1e9 / max(report.seconds, 1e-9)
+    _logger.info(
+        "loaded %d exact, %d requantized, %d dequantized, %d quantized parameters (%d codes, %d bytes) in %.2f s "
+        "(%.2f GB/s) from %s",
+        *counts,
+        report.codes,
+        report.component_bytes,
+        report.seconds,
+        speed,
+        report.checkpoint_dir,
+    )
+    if report.requantized_blocks:
+        blocks = list(report.requantized_blocks.items())
+        names = ", ".join(f"{key} ({count})" for key, count in blocks[:MAX_KEYS])
+        more = f" and {len(blocks) - MAX_KEYS} more" if len(blocks) > MAX_KEYS else ""
         _logger.warning("requantized blocks that could not be exact: %s%s", names, more)
 
 

@@ -29,7 +29,15 @@ class HostFailure(StorageError, CheckpointingException):  # type: ignore[misc]  
 
 _KINDS: dict[str, type[FP8CheckpointError]] = {
     cls.__name__: cls
-    for cls in (PlanningError, ManifestError, IncompleteCheckpointError, StorageError, HostError, HostFailure, FP8CheckpointError)
+    for cls in (
+        PlanningError,
+        ManifestError,
+        IncompleteCheckpointError,
+        StorageError,
+        HostError,
+        HostFailure,
+        FP8CheckpointError,
+    )
 }
 
 
@@ -89,7 +97,9 @@ def _failure(error: BaseException | None, here: int) -> _Failure | None:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, CheckpointException):
         text = "; ".join(f"{type(e).__name__}: {e}" for e, _ in error.failures.values())
-    return _Failure("HostFailure", "Megatron's save or load failed on a rank", (Problem("(rank)", text, expected).at([here]),))
+    return _Failure(
+        "HostFailure", "Megatron's save or load failed on a rank", (Problem("(rank)", text, expected).at([here]),)
+    )
 
 
 def _merged(problems: Sequence[Problem]) -> list[Problem]:

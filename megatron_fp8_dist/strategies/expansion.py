@@ -23,14 +23,14 @@ from .collective import attempt, from_first, gather, rank, refuse
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
-    """A state dict that is ready for dist_checkpointing, and for a load its plan and what it will do."""
+class LoadExpansion:
+    """A state dict that is ready for `dist_checkpointing.load`, with its plan and what that will do."""
 
     state_dict: Any
-    plan: LoadPlan | None = None
-    report: LoadReport | None = None
-    backend: Backend | None = None
-    """For a load: what read the scales, and can read the codes."""
+    plan: LoadPlan
+    report: LoadReport
+    backend: Backend
+    """What read the scales, and can read the codes."""
 
 
 def expand_quantized(
@@ -67,7 +67,7 @@ def expand_quantized(
         save_options = options or SaveOptions()
         if not isinstance(save_options, SaveOptions):
             raise TypeError("expanding for a save takes SaveOptions; pass checkpoint_dir= to expand for a load")
-        return expand_save(sharded_state_dict, model, process_group).state_dict
+        return expand_save(sharded_state_dict, model, process_group)
     load_options = options or LoadOptions()
     if not isinstance(load_options, LoadOptions):
         raise TypeError("expanding for a load (checkpoint_dir=) takes LoadOptions")
@@ -87,7 +87,7 @@ def _check_local(state_dict: Any, model: Any) -> None:
     refuse("the state dict cannot be saved or loaded exactly", problems)
 
 
-def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Expansion:
+def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
     """Expand for a save. Collective: a rank with high-precision layers alone cannot know that its stack is mixed."""
 
     def local() -> Any:
@@ -104,10 +104,10 @@ def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Expans
         refuse("the ranks' quantized parameters do not fit together", problems)
 
     attempt(check, group)
-    return Expansion(expand_for_save(state_dict, mixed))
+    return expand_for_save(state_dict, mixed)
 
 
-def backend_of(directory: Path) -> Backend:  # noqa: ARG001 - the directory will tell once there is more than one
+def backend_of(directory: Path) -> Backend:
     """The backend that wrote a checkpoint."""
     return TorchDistBackend()
 
@@ -131,7 +131,7 @@ def _manifest(directory: Path, group: Any) -> Manifest | None:
 
 def expand_load(
     state_dict: Any, directory: Path, options: LoadOptions, model: Any = None, group: Any = None
-) -> Expansion:
+) -> LoadExpansion:
     """Expand for a load from `directory`: the whole plan. Collective."""
     manifest = _manifest(directory, group) or Manifest(tensors={})
     backend = backend_of(directory)
@@ -148,7 +148,7 @@ def expand_load(
     planned = attempt(plan, group)
     report = _report(planned, directory, group)
     record(report)
-    return Expansion(expand_for_load(state_dict, planned), planned, report, backend)
+    return LoadExpansion(expand_for_load(state_dict, planned), planned, report, backend)
 
 
 def _report(plan: LoadPlan, directory: Path, group: Any) -> LoadReport:

@@ -93,7 +93,9 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.report: SaveReport | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Write a checkpoint. Collective; the order on every rank:
+        """Write a checkpoint. Collective.
+
+        The order, on every rank:
 
         1. check the leaves, gather fragment records to rank 0 and build the manifest there;
         2. rank 0 removes a stale commit marker, then a stale manifest; barrier;
@@ -167,7 +169,12 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             speed = size / 1e9 / max(report.seconds, 1e-9)
             _logger.info(
                 "saved %d quantized tensors (%d codes, %d bytes) in %.2f s (%.2f GB/s) to %s",
-                report.tensors, report.codes, size, report.seconds, speed, directory,
+                report.tensors,
+                report.codes,
+                size,
+                report.seconds,
+                speed,
+                directory,
             )
         self.report = from_first(report)
         assert self.report is not None
@@ -185,5 +192,3 @@ class _BackendStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # M
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """Write the bytes."""
         self._writer().write(sharded_state_dict, Path(checkpoint_dir))
-
-

@@ -1,0 +1,46 @@
+"""Reads ahead: parameters are restored one at a time, but read several at a time where they are small."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ..sharding.layout import Region
+
+WINDOW_ELEMENTS = 64 << 20
+"""Elements of components (one byte each, scales apart) that are read in one go, if one parameter has not more."""
+
+
+class Prefetch:
+    """Serves regions in about the order that was announced, reading a window of them at once."""
+
+    def __init__(self, read: Callable[[Sequence[Region]], list[torch.Tensor]], announced: Iterable[Region]) -> None:
+        """Set up.
+
+        Args:
+            read: reads regions into host memory.
+            announced: what will be asked for, in order. Other regions are served too.
+        """
+        self._read = read
+        self._queue = deque(announced)
+        self._held: dict[Region, torch.Tensor] = {}
+
+    def __call__(self, regions: Sequence[Region]) -> list[torch.Tensor]:
+        """The tensors of `regions`; each is held here until it is served once."""
+        missing = [r for r in regions if r not in self._held]
+        if missing:
+            batch = self._batch(missing)
+            self._held.update(zip(batch, self._read(batch), strict=True))
+        return [self._held.pop(r) for r in regions]
+
+    def _batch(self, missing: Sequence[Region]) -> list[Region]:
+        batch = dict.fromkeys(missing)
+        size = sum(r.box.size for r in batch)
+        while self._queue and size < WINDOW_ELEMENTS:
+            region = self._queue.popleft()
+            if region not in batch and region not in self._held:
+                batch[region] = None
+                size += region.box.size
+        return list(batch)
