@@ -39,9 +39,9 @@ class BlockScaledTensor(torch.Tensor):
     """A quantized tensor as codes, scales and block edges.
 
     Exact, as views or copies of bytes: narrow, slice, chunk, split, cat, detach, clone, moves between devices, and
-    views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values (`copy_`,
-    `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme. Every other operation works on the
-    dequantized values and gives plain tensors.
+    views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values
+    (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme. Every other operation works
+    on the dequantized values and gives plain tensors.
     """
 
     scheme: Scheme
