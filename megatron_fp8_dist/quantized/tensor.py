@@ -234,6 +234,12 @@ class BlockScaledTensor(torch.Tensor):
             f"dtype={self.dtype}, device={self.device})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
+        """A real copy, which owns its blocks."""
+        own: BlockScaledTensor = super().__deepcopy__(memo)
+        own.is_cut = False
+        return own
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -330,9 +336,10 @@ def _unsqueeze(t: BlockScaledTensor, dim: int) -> Any:
     return _view(t, [*t.shape[:axis], 1, *t.shape[axis:]])
 
 
-def _squeeze(t: BlockScaledTensor, dim: int) -> Any:
-    axis = _axis(t, dim)
-    return _view(t, [s for a, s in enumerate(t.shape) if a != axis or s != 1])
+def _squeeze(t: BlockScaledTensor, dim: int | Sequence[int] | None = None) -> Any:
+    dims = range(t.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    axes = {_axis(t, d) for d in dims}
+    return _view(t, [s for a, s in enumerate(t.shape) if a not in axes or s != 1])
 
 
 def _clone(t: BlockScaledTensor, *, memory_format: torch.memory_format | None = None) -> BlockScaledTensor:
@@ -345,7 +352,9 @@ def _to_copy(t: BlockScaledTensor, *, dtype: torch.dtype | None = None, **kwargs
     if dtype is not None and dtype != t.dtype:
         return aten._to_copy.default(t.dequantize(dtype), **kwargs)
     target = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
-    return t._map(lambda x: aten._to_copy.default(x, **target))
+    own = t._map(lambda x: aten._to_copy.default(x, **target))
+    own.is_cut = False
+    return own
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -367,7 +376,9 @@ _EXACT: dict[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
