@@ -236,7 +236,7 @@ class BlockScaledTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
         """A real copy, which owns its blocks."""
-        own: BlockScaledTensor = super().__deepcopy__(memo)
+        own: BlockScaledTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
         own.is_cut = False
         return own
 
