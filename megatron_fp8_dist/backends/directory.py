@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
-from ..errors import IncompleteCheckpointError, ManifestError, Problem
+from ..errors import IncompleteCheckpointError, ManifestError, PlanningError, Problem
 from ..sharding.manifest import FILE_NAME, Manifest
 
 COMMIT_MARKER = "metadata.json"
@@ -51,12 +52,28 @@ def check_committed(directory: Path) -> None:
     if not directory.is_dir():
         problem = Problem(str(directory), "no such directory", "a checkpoint directory")
         raise IncompleteCheckpointError("there is no checkpoint", [problem])
+    remedy = "The save was interrupted before it was complete: use an earlier checkpoint."
     if not (directory / COMMIT_MARKER).is_file():
-        remedy = "The save was interrupted before it was complete: use an earlier checkpoint."
         problem = Problem(
             str(directory), f"no {COMMIT_MARKER}", "the commit marker that a complete save leaves", remedy
         )
         raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
+    try:
+        json.loads((directory / COMMIT_MARKER).read_text(encoding="utf-8"))
+    except ValueError as e:
+        problem = Problem(COMMIT_MARKER, f"no JSON ({e})", "the commit marker that a complete save leaves", remedy)
+        raise IncompleteCheckpointError("the checkpoint is not complete", [problem]) from e
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse to save into what is no directory.
+
+    Raises:
+        PlanningError: there is no such directory.
+    """
+    if not directory.is_dir():
+        problem = Problem(str(directory), "no such directory", "an existing directory", "Create it on rank 0 first.")
+        raise PlanningError("the checkpoint cannot be saved", [problem])
 
 
 def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest:
@@ -66,14 +83,15 @@ def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest:
         checkpoint_dir: the checkpoint's directory.
 
     Raises:
-        IncompleteCheckpointError: no such directory, no commit marker, or no manifest (nothing in it is quantized).
-        ManifestError: the manifest is damaged or of a version that cannot be read.
+        IncompleteCheckpointError: no such directory, or no commit marker.
+        ManifestError: there is no manifest (nothing in the checkpoint is quantized), or it is damaged or of a version
+            that cannot be read.
     """
     directory = Path(checkpoint_dir)
     manifest = find_manifest(directory)
     if manifest is None:
         problem = Problem(str(directory), f"no {FILE_NAME}", "the manifest of a checkpoint with quantized tensors")
-        raise IncompleteCheckpointError("the checkpoint holds no quantized tensors", [problem])
+        raise ManifestError("the checkpoint holds no quantized tensors", [problem])
     return manifest
 
 

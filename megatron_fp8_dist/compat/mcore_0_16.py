@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+COMMON_STATE_FIRST = True
+"""Whether `save` writes common state (`common.pt`) before it calls a strategy."""
+
 
 def load(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
     """`strategy.load` with this range's arguments."""

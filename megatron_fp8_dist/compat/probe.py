@@ -11,8 +11,8 @@ from packaging.version import Version
 from ..errors import HostError
 
 MINIMUM = Version("0.14.0")
-TESTED = (Version("0.16.1"), Version("0.19.2"))
-"""The ends of the tested range."""
+TESTED = ("0.16", "0.19")
+"""The releases that this package has been tested with."""
 
 _logger = logging.getLogger("megatron_fp8_dist")
 
@@ -29,7 +29,7 @@ def installed(distribution: str) -> str | None:
 def host_version() -> Version:
     """Version of the Megatron-core that can be imported.
 
-    Logs a warning, once, where it is outside the tested range.
+    Logs a warning, once, where it has not been tested.
 
     Raises:
         HostError: Megatron-core is missing or older than `MINIMUM`.
@@ -42,6 +42,6 @@ def host_version() -> Version:
     version = Version(Version(core.__version__).public)
     if version < MINIMUM:
         raise HostError(f"megatron-core {version} is too old: found {version}, expected {MINIMUM} or newer.")
-    if not TESTED[0] <= Version(version.base_version) <= TESTED[1]:
-        _logger.warning("megatron-core %s is outside the tested range %s to %s", version, *TESTED)
+    if f"{version.major}.{version.minor}" not in TESTED:
+        _logger.warning("megatron-core %s has not been tested; tested: %s", version, ", ".join(TESTED))
     return version

@@ -31,6 +31,8 @@ class ComponentShard(ShardedTensor):  # type: ignore[misc]  # Megatron has no ty
 
     record: FragmentRecord | None = None
     """For the codes of a save: the fragment they are."""
+    scale_format: str | None = None
+    """For the scales of a save: their format."""
 
 
 class Task(Protocol):
@@ -186,6 +188,8 @@ def check_entries(state_dict: Any) -> list[Problem]:
             if logical_key(value.key) is not None:
                 suffix = logical_key(value.key)[1]  # type: ignore[index]
                 problems.append(Problem(value.key, f"a key that ends in .{suffix}", "a key without component suffix"))
+        elif isinstance(value, ShardedTensor) and not isinstance(value, ComponentShard) and logical_key(value.key):
+            problems.append(Problem(value.key, "a tensor under a component's key", "a key without component suffix"))
         problems += _loose(value)
     return problems
 

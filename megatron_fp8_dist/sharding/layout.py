@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
 import torch
 
 from ..quantized.scheme import SCALE_DTYPES, Edges, GridSpec, Scheme, block_edges, component_names
@@ -159,6 +160,18 @@ def logical_key(stored: str) -> tuple[str, str] | None:
     base, _, tail = stored.rpartition(".")
     component = tail.partition("@")[0]
     return (base, component) if base and component in component_names() else None
+
+
+def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
+    """Whether `boxes` fill `shape` without hole and overlap."""
+    full = [b for b in boxes if b.size]
+    if sum(b.size for b in full) != math.prod(shape):
+        return False
+    low = np.array([b.offset for b in full], dtype=np.int64).reshape(len(full), len(shape))
+    high = low + np.array([b.shape for b in full], dtype=np.int64).reshape(low.shape)
+    if (low < 0).any() or (high > np.array(shape)).any():
+        return False
+    return all(not ((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any() for i in range(len(full)))
 
 
 def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..compat.host import ShardedTensorFactory
+from ..compat.host import ShardedTensor, ShardedTensorFactory
 from ..errors import PlanningError, Problem, StorageError
 from ..options import LoadOptions
 from ..quantized.numerics import invalid_scales
@@ -324,5 +324,19 @@ def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
 
 
 def expand_for_load(state_dict: Any, plan: LoadPlan) -> Any:
-    """The state dict with planned entries replaced by factories, in new containers."""
-    return walk(state_dict, lambda v: make_factory(v, plan.tasks[id(v)]) if id(v) in plan.tasks else v)
+    """The state dict with planned entries replaced by factories, in new containers.
+
+    A quantized entry that the checkpoint knows nothing of keeps its key and loses its data: whether a missing key is an
+    error is the host's to say (`strict=`).
+    """
+
+    def expand(value: Any) -> Any:
+        if id(value) in plan.tasks:
+            return make_factory(value, plan.tasks[id(value)])
+        if is_entry(value) and tensors.is_quantized(value.data):
+            if isinstance(value, ShardedTensor):
+                return replace(value, data=None)
+            return replace(value, data=torch.empty(value.data.shape, dtype=value.data.dtype, device=_META))
+        return value
+
+    return walk(state_dict, expand)

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ManifestError, Problem
 from ..quantized.scheme import Scheme
-from .layout import Box, EvenGrid, Fragment, Shape, TensorEntry, component_key, layer_key, logical_key
+from .layout import Box, EvenGrid, Fragment, Shape, TensorEntry, component_key, layer_key, logical_key, phases, tiles
 
 FORMAT = "megatron_fp8_dist"
 VERSION = 1
@@ -44,6 +44,11 @@ class FragmentRecord:
     """(scale component, slots per axis)."""
     even: bool
     stack: StackRef | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the fragment."""
+        return self.fragment.box.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class Manifest:
         """
         try:
             document = json.loads(text)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ManifestError(
                 f"{FILE_NAME} is damaged", [Problem(FILE_NAME, f"no JSON ({e})", "a JSON document")]
             ) from e
@@ -158,7 +163,7 @@ class _Reader:
             found = document.get("format") if isinstance(document, dict) else type(document).__name__
             raise ManifestError(f"{FILE_NAME} is not ours", [Problem(FILE_NAME, f"format {found!r}", f"{FORMAT!r}")])
         version = document.get("version")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             remedy = "Install a newer megatron-fp8-dist." if isinstance(version, int) and version > VERSION else ""
             problem = Problem(FILE_NAME, f"format version {version!r}", f"version {VERSION}", remedy)
             raise ManifestError(f"{FILE_NAME} has a version that this package cannot read", [problem])
@@ -168,6 +173,8 @@ class _Reader:
         digest, writer = document.get("digest"), self.table(document, "writer")
         if not isinstance(digest, str):
             self.complain("digest", digest, "a string")
+        if not all(v is None or isinstance(v, str) for v in writer.values()):
+            self.complain("writer", writer, "a version or null for each package")
         for key, stack in mixed.items():
             self.mixed_layers(key, stack, tensors)
         if self.problems:
@@ -209,13 +216,19 @@ class _Reader:
         if not self.fields(key, value, common | ({"fragment_shape", "slots", "phases"} if even else {"fragments"})):
             return None
         scheme = self.scheme(key, value["scheme"])
-        if not isinstance(getattr(torch, str(value["nominal_dtype"]), None), torch.dtype):
-            self.complain(f"{key} -> nominal_dtype", value["nominal_dtype"], "the name of a torch dtype")
+        nominal = getattr(torch, str(value["nominal_dtype"]), None)
+        if not isinstance(nominal, torch.dtype) or not nominal.is_floating_point:
+            self.complain(f"{key} -> nominal_dtype", value["nominal_dtype"], "the name of a floating-point torch dtype")
         shape = self.sizes(f"{key} -> global_shape", value["global_shape"], None)
         prepended = value["prepended_axes"]
         if type(prepended) is not int or not 0 <= prepended <= len(shape):
             self.complain(f"{key} -> prepended_axes", prepended, f"an integer from 0 to {len(shape)}")
         if scheme is None or len(self.problems) > before:
+            return None
+        try:
+            phases(scheme, (0,) * (len(shape) - prepended))
+        except ValueError as e:
+            self.complain(f"{key} -> prepended_axes", prepended, f"what fits the scheme: {e}")
             return None
         grid = self.grid(key, value, scheme, shape) if even else None
         uneven = () if even else self.fragments(key, value["fragments"], shape)
@@ -241,15 +254,15 @@ class _Reader:
         if not isinstance(runs, list) or len(runs) != len(shape) or not all(isinstance(r, list) for r in runs):
             self.complain(f"{key} -> phases", runs, f"a list of {len(shape)} lists of runs")
             return None
-        phases = tuple(tuple(self.run(f"{key} -> phases", r) for r in axis) for axis in runs)
+        phase_runs = tuple(tuple(self.run(f"{key} -> phases", r) for r in axis) for axis in runs)
         if not fragment:
             return None
-        for axis, (size, piece, axis_runs) in enumerate(zip(shape, fragment, phases, strict=True)):
+        for axis, (size, piece, axis_runs) in enumerate(zip(shape, fragment, phase_runs, strict=True)):
             if sum(count for count, _ in axis_runs) * piece != size:
                 self.complain(
                     f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}"
                 )
-        return EvenGrid(fragment, sized, phases)
+        return EvenGrid(fragment, sized, phase_runs)
 
     def run(self, where: str, value: Any) -> tuple[int, int]:
         pair = self.sizes(where, value, 2)
@@ -262,7 +275,10 @@ class _Reader:
         out = []
         for i, item in enumerate(value):
             where = f"{key} -> fragments -> {i}"
-            if not isinstance(item, dict) or not self.fields(where, item, {"offset", "shape", "phase"}):
+            if not isinstance(item, dict):
+                self.complain(where, item, "an object")
+                continue
+            if not self.fields(where, item, {"offset", "shape", "phase"}):
                 continue
             offset, size, phase = (
                 self.sizes(f"{where} -> {n}", item[n], len(shape)) for n in ("offset", "shape", "phase")
@@ -270,11 +286,17 @@ class _Reader:
             if any(o + s > g for o, s, g in zip(offset, size, shape, strict=False)):
                 self.complain(where, f"offset {offset} and shape {size}", f"a region inside {shape}")
             out.append(Fragment(Box(offset, size), phase))
+        boxes = [f.box for f in out if len(f.box.offset) == len(f.box.shape) == len(shape)]
+        if len(boxes) == len(value) and not tiles(boxes, shape):
+            self.complain(f"{key} -> fragments", f"{len(boxes)} regions", f"regions that fill {shape} without overlap")
         return tuple(out)
 
     def stack(self, key: str, value: Any) -> MixedStack | None:
         where = f"mixed_stacks -> {key}"
-        if not isinstance(value, dict) or not self.fields(where, value, {"num_layers", "quantized"}):
+        if not isinstance(value, dict):
+            self.complain(where, value, "an object")
+            return None
+        if not self.fields(where, value, {"num_layers", "quantized"}):
             return None
         layers, quantized = value["num_layers"], self.sizes(f"{where} -> quantized", value["quantized"], None)
         if type(layers) is not int or any(q >= layers for q in quantized):
@@ -315,8 +337,8 @@ def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str |
 
 def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]) -> TensorEntry | None:
     first = group[0]
-    common = ("scheme", "nominal_dtype", "global_shape", "prepended_axes", "slots", "even")
-    for name in common if first.even else common[:4]:
+    common = ["scheme", "nominal_dtype", "global_shape", "prepended_axes", "even"]
+    for name in [*common, "slots", "shape"] if first.even else common:
         values = {getattr(r, name) for r in group}
         if len(values) > 1:
             problems.append(

@@ -10,11 +10,13 @@ import torch
 
 from ..compat.host import ShardedTensorFactory
 from ..errors import PlanningError, Problem
+from ..quantized.numerics import invalid_scales
 from ..quantized.scheme import DirectionSpec, Scheme
 from ..quantized.tensor import BlockScaledTensor
 from ..te import tensors
 from .expand import (
     ComponentShard,
+    QuantizedFactory,
     drop_layer_axis,
     global_box,
     is_entry,
@@ -43,7 +45,7 @@ def _layer(leaf: Any) -> int:
 def describe(state_dict: Any) -> tuple[StackInfo, list[Problem]]:
     """Which layers of which keys are quantized on this rank, and how; what ranks tell each other before a save."""
     info: StackInfo = {}
-    problems = []
+    problems: list[Problem] = []
     for entry in quantized_entries(state_dict):
         scheme = tensors.scheme_of(entry.data)
         for leaf in leaves(skeleton(entry)):
@@ -65,7 +67,7 @@ def mixed_stacks(infos: Sequence[StackInfo]) -> tuple[frozenset[str], list[Probl
         (keys, problems): problems name the ranks where fragments or replicas of one layer differ in scheme.
     """
     merged: dict[str, dict[int, tuple[Scheme, int, int]]] = {}
-    problems = []
+    problems: list[Problem] = []
     for rank, info in enumerate(infos):
         for key, layers in info.items():
             for layer, (scheme, count) in layers.items():
@@ -86,7 +88,7 @@ def check_replicas(state_dict: Any, infos: Sequence[StackInfo], rank: int) -> li
     quantized = {(k, layer): r for r, info in enumerate(infos) for k, layers in info.items() for layer in layers}
     if not quantized:
         return []
-    problems = []
+    problems: list[Problem] = []
     for entry in values_of(state_dict):
         if not is_entry(entry) or tensors.is_quantized(entry.data) or not may_match(entry, {k for k, _ in quantized}):
             continue
@@ -223,7 +225,33 @@ def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: 
         global_offset=offset,
         axis_fragmentations=fragmentations,
         replica_id=leaf.replica_id,
+        scale_format=direction.scale.scale_format,
     )
+
+
+def rehearse(expanded: Any) -> list[Problem]:
+    """What keeps the factories of a state dict from building, and scales that no load would take."""
+    problems: list[Problem] = []
+    for value in values_of(expanded):
+        if not isinstance(value, QuantizedFactory) or not value.is_param:
+            continue
+        try:
+            built = value.build()
+        except PlanningError as e:
+            problems += e.problems
+            continue
+        except ValueError as e:
+            problems.append(Problem(value.key, str(e), "a parameter whose fragments can be cut exactly"))
+            continue
+        problems += [p for leaf in leaves(built) if isinstance(leaf, ComponentShard) for p in _bad_scales(leaf)]
+    return problems
+
+
+def _bad_scales(leaf: ComponentShard) -> list[Problem]:
+    if leaf.scale_format is None or not bool(invalid_scales(leaf.data, leaf.scale_format).any()):
+        return []
+    found = leaf.data[invalid_scales(leaf.data, leaf.scale_format)][0].item()
+    return [Problem(leaf.key, f"scale {found}", "a finite scale that is not negative", "The weight has diverged.")]
 
 
 def expand_for_save(state_dict: Any, mixed: frozenset[str]) -> Any:

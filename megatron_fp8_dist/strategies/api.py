@@ -8,22 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ..backends.directory import clear_commit
-from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing
+from ..backends.directory import check_directory, clear_commit
+from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing, host_range
 from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
 from ..sharding.expand import QuantizedFactory, values_of
 from ..sharding.layout import logical_key
-from .collective import agree, attempt, from_first, is_agreed, rank
+from .collective import agree, attempt, from_first, gather, is_agreed, rank
 from .expansion import LoadExpansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
 from .prefetch import Prefetch
 from .save import FP8SaveShardedStrategy
 
 _logger = logging.getLogger("megatron_fp8_dist")
+
+Strategy = TypeVar("Strategy", FP8SaveShardedStrategy, FP8LoadShardedStrategy)
 
 MAX_KEYS = 10
 """A warning names at most so many keys."""
@@ -53,14 +55,13 @@ def save(
     Raises:
         FP8CheckpointError: on all ranks alike. A PlanningError leaves the directory as it was.
     """
-    expanded = expand_save(sharded_state_dict)
-    if isinstance(sharded_strategy, FP8SaveShardedStrategy):
-        strategy = sharded_strategy
-    else:
-        strategy = FP8SaveShardedStrategy(options, inner=sharded_strategy)
+    strategy = _strategy(FP8SaveShardedStrategy, sharded_strategy, options)
     directory = Path(checkpoint_dir)
-    # Before 0.19 Megatron writes common.pt before it calls a strategy, over the older checkpoint's.
-    attempt(lambda: clear_commit(directory) if rank() == 0 else None)
+    attempt(lambda: check_directory(directory))
+    expanded = expand_save(sharded_state_dict)
+    if host_range.COMMON_STATE_FIRST:
+        # Or a crash could leave the older checkpoint's marker beside the new common state.
+        attempt(lambda: clear_commit(directory) if rank() == 0 else None)
     return _together(lambda: dist_checkpointing.save(expanded, str(directory), strategy, **stock_kwargs))
 
 
@@ -94,30 +95,42 @@ def load(
     """
     started = time.perf_counter()
     directory = Path(checkpoint_dir)
-    if isinstance(sharded_strategy, FP8LoadShardedStrategy):
-        strategy = sharded_strategy
-        options = options or strategy.options
-    else:
-        strategy = FP8LoadShardedStrategy(options, inner=sharded_strategy)
-    expansion = expand_load(sharded_state_dict, directory, options or LoadOptions())
+    strategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
+    expansion = expand_load(sharded_state_dict, directory, strategy.options)
     for value in values_of(expansion.state_dict):
         if isinstance(value, QuantizedFactory):
             # Nothing looks for parameters in here any more, and Megatron would make a BF16 copy of each.
             value.data = None
     if strategy.inner is None:
         _read_one_by_one(expansion, directory)
+    strategy.plan = expansion.plan
     try:
         result = _together(
             lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs)
         )
     except StorageError as e:
         raise _after_restores(e, expansion) from e
+    finally:
+        strategy.plan = None
     report = replace(expansion.report, seconds=from_first(time.perf_counter() - started))
     record(report)
     strategy.report = report
     if rank() == 0:
         _log(report)
     return _with_logical_keys(result)
+
+
+def _strategy(cls: type[Strategy], given: Any, options: Any) -> Strategy:
+    """The strategy to use: `given` if it is one of ours, else one of ours around it.
+
+    Raises:
+        ValueError: options beside a strategy that has its own.
+    """
+    if not isinstance(given, cls):
+        return cls(options, inner=given)
+    if options is not None:
+        raise ValueError(f"options= beside a ready {cls.__name__}, which has its own: give them to the strategy")
+    return given
 
 
 def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
@@ -129,12 +142,13 @@ def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
 
 
 def _after_restores(error: StorageError, expansion: LoadExpansion) -> StorageError:
-    """The error, and which parameters of this rank were restored before it."""
-    restored = sorted(task.key for task in expansion.plan.tasks.values() if task.done)
-    if not restored:
+    """The error, and which parameters were restored before it, on any rank. Collective: every rank has the error."""
+    restored = {task.key for task in expansion.plan.tasks.values() if task.done}
+    everywhere = sorted(set[str]().union(*gather(restored)))
+    if not everywhere:
         return error
     remedy = "The model must not be used: load a whole checkpoint into it."
-    problem = Problem("(restored before the error)", ", ".join(restored), "all parameters", remedy).at([rank()])
+    problem = Problem("(restored before the error)", ", ".join(everywhere), "all parameters", remedy)
     return type(error)(error.summary, [*error.problems, problem])
 
 

@@ -50,6 +50,17 @@ class _Failure:
     problems: tuple[Problem, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """What a rank says in an agreement."""
+
+    failure: _Failure | None
+
+
+_ROUNDS = 8
+"""Megatron exchanges objects two or three times before it calls a strategy."""
+
+
 def rank(group: Any = None) -> int:
     """This process's rank in `group`; 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_initialized() else 0
@@ -98,7 +109,7 @@ def _failure(error: BaseException | None, here: int) -> _Failure | None:
     if isinstance(error, CheckpointException):
         text = "; ".join(f"{type(e).__name__}: {e}" for e, _ in error.failures.values())
     return _Failure(
-        "HostFailure", "Megatron's save or load failed on a rank", (Problem("(rank)", text, expected).at([here]),)
+        "HostFailure", "saving or loading failed on a rank", (Problem("(rank)", text, expected).at([here]),)
     )
 
 
@@ -121,12 +132,26 @@ def agree(error: BaseException | None, group: Any = None) -> None:
             Its cause is this rank's own error, where there is one.
     """
     here = dist.get_rank() if dist.is_initialized() else 0
-    failures = [f for f in gather(_failure(error, here), group) if f is not None]
+    failures = [v.failure for v in _votes(_Vote(_failure(error, here)), group) if v.failure is not None]
     if not failures:
         return
     agreed = _KINDS[failures[0].kind](failures[0].summary, _merged([p for f in failures for p in f.problems]))
     agreed.agreed = True  # type: ignore[attr-defined]
     raise agreed from error
+
+
+def _votes(mine: _Vote, group: Any) -> list[_Vote]:
+    """Every rank's vote.
+
+    A rank that failed inside Megatron's own code comes here while others may still be in Megatron's collectives, which
+    exchange objects as this one does. What comes back then are not votes; those ranks fail on what they got, or go on
+    to the strategy, and vote in one of the next rounds.
+    """
+    for _ in range(_ROUNDS):
+        votes = gather(mine, group)
+        if all(isinstance(v, _Vote) for v in votes):
+            return votes
+    raise StorageError(f"the ranks did not come to an agreement in {_ROUNDS} rounds")
 
 
 def is_agreed(error: BaseException | None) -> bool:

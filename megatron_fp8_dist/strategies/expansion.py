@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..report import LoadReport, record
 from ..sharding.expand import check_entries, check_model
 from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
 from ..sharding.manifest import Manifest, check_against_index
-from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks
+from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
 from .collective import attempt, from_first, gather, rank, refuse
 
 
@@ -99,12 +100,14 @@ def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
     infos = gather(attempt(local, group), group)
     mixed, conflicts = mixed_stacks(infos)
 
-    def check() -> None:
+    def expand() -> Any:
         problems = [*conflicts, *check_replicas(state_dict, infos, rank(group))]
         refuse("the ranks' quantized parameters do not fit together", problems)
+        expanded = expand_for_save(state_dict, mixed)
+        refuse("the state dict cannot be saved exactly", rehearse(expanded))
+        return expanded
 
-    attempt(check, group)
-    return expand_for_save(state_dict, mixed)
+    return attempt(expand, group)
 
 
 def backend_of(directory: Path) -> Backend:
@@ -156,11 +159,12 @@ def _report(plan: LoadPlan, directory: Path, group: Any) -> LoadReport:
     outcomes = [task.outcome for task in plan.tasks.values()]
     numbers = [*(sum(o.kind == k for o in outcomes) for k in kinds), sum(o.codes for o in outcomes)]
     numbers.append(sum(o.component_bytes for o in outcomes))
-    blocks = {t.key: t.outcome.requantized_blocks for t in plan.tasks.values() if t.outcome.requantized_blocks}
-    total, all_blocks = [0] * len(numbers), dict[str, int]()
+    blocks: Counter[str] = Counter()
+    for task in plan.tasks.values():
+        blocks[task.key] += task.outcome.requantized_blocks
+    total, all_blocks = [0] * len(numbers), Counter[str]()
     for theirs, their_blocks in gather((numbers, blocks), group):
         total = [a + b for a, b in zip(total, theirs, strict=True)]
-        for key, count in their_blocks.items():
-            all_blocks[key] = all_blocks.get(key, 0) + count
+        all_blocks += their_blocks
     named = dict(zip((*kinds, "codes", "component_bytes"), total, strict=True))
-    return LoadReport(checkpoint_dir=str(directory), requantized_blocks=all_blocks, **named)
+    return LoadReport(checkpoint_dir=str(directory), requantized_blocks=dict(all_blocks), **named)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..backends.directory import find_manifest
 from ..compat.host import ShardedTensor, TorchDistLoadShardedStrategy, sharded_leaves
 from ..errors import Problem
 from ..options import LoadOptions
 from ..report import LoadReport, last_report
 from ..sharding.expand import ComponentShard
+from ..sharding.load_plan import LoadPlan
 from ..te import tensors
 from .collective import attempt, refuse
 
@@ -33,17 +36,10 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
         super().__init__()
         self.options = options or LoadOptions()
         self.inner = inner
-        self._report: LoadReport | None = None
-
-    @property
-    def report(self) -> LoadReport | None:
-        """This strategy's newest LoadReport; with stock `load`, that of the newest plan in this process."""
-        newest = last_report()
-        return self._report or (newest if isinstance(newest, LoadReport) else None)
-
-    @report.setter
-    def report(self, report: LoadReport) -> None:
-        self._report = report
+        self.plan: LoadPlan | None = None
+        """The plan that is carried out, where `megatron_fp8_dist.load` made it."""
+        self.report: LoadReport | None = None
+        """The report of this strategy's newest load."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *host_args: Any) -> Any:
         """Read the leaves. Collective: a read error on one rank is raised on all.
@@ -53,9 +49,28 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
             StorageError: a read failed; no parameter was changed.
         """
         directory = Path(checkpoint_dir)
-        attempt(lambda: _check_leaves(sharded_state_dict, directory))
+        if self.plan is None:
+            attempt(lambda: _check_leaves(sharded_state_dict, directory))
+        newest = last_report()
+        self.report = newest if isinstance(newest, LoadReport) else None
         reader = super().load if self.inner is None else self.inner.load
         return attempt(lambda: reader(sharded_state_dict, directory, *host_args))
+
+    def load_tensors_metadata(self, checkpoint_dir: Any, *host_args: Any) -> Any:
+        """Unsharded tensors without data of every stored key, and of the logical keys of quantized tensors.
+
+        Code that drops what is not listed here (NeMo's non-strict load) keeps quantized parameters.
+        """
+        listed = super().load_tensors_metadata(checkpoint_dir, *host_args)
+        manifest = find_manifest(Path(checkpoint_dir))
+        for key, entry in manifest.tensors.items() if manifest else ():
+            data = torch.empty(entry.global_shape, dtype=getattr(torch, entry.nominal_dtype), device="meta")
+            listed[key] = ShardedTensor.from_rank_offsets(key, data).without_data()
+        return listed
+
+    def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+        """Exactly what is stored, as Megatron's own strategy says: `strict=` modes compare it with the leaves."""
+        return TorchDistLoadShardedStrategy().load_sharded_metadata(checkpoint_dir)
 
 
 def _check_leaves(sharded_state_dict: Any, directory: Path) -> None:

@@ -41,7 +41,7 @@ def _check_leaves(sharded_state_dict: Any) -> None:
         if not isinstance(leaf, ShardedTensor):
             continue
         if tensors.is_quantized(leaf.data):
-            remedy = "Use megatron_fp8_dist.save(...), or save expand_quantized(state_dict), or install()."
+            remedy = "Use megatron_fp8_dist.save(...), or save expand_quantized(state_dict)."
             found = f"a quantized {type(leaf.data).__name__} that was not expanded"
             problems.append(Problem(leaf.key, found, "components", remedy))
         elif logical_key(leaf.key) is not None and not isinstance(leaf, ComponentShard):
