@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag  # noqa: E402
 
 from . import mcore_0_16, mcore_0_19  # noqa: E402
 
@@ -63,7 +65,20 @@ __all__ = [
     "load_torch_dist",
     "save_torch_dist",
     "sharded_leaves",
+    "tolerates_missing",
 ]
+
+
+def tolerates_missing(strict: Any) -> bool:
+    """Whether a `strict=` of `dist_checkpointing.load` lets it go on where the checkpoint does not hold a key."""
+    if strict is None:
+        return False
+    refusing = (
+        StrictHandling.ASSUME_OK_UNEXPECTED,
+        StrictHandling.RAISE_UNEXPECTED,
+        StrictHandling.RAISE_ALL,
+    )
+    return parse_strict_flag(strict) not in refusing
 
 
 def sharded_leaves(sharded_state_dict: Any) -> Iterator[Any]:
@@ -98,11 +113,14 @@ def save_torch_dist(
     are the same.
     """
     by_key, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica)
-    dcp.save(
-        torch_dist.mcore_to_pyt_state_dict(by_key, is_loading=False),
-        storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=thread_count),
-        planner=_HostCopyPlanner(to_host),
-    )
+    with warnings.catch_warnings():
+        # An older checkpoint in the directory is no surprise here: its commit marker is gone by now.
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+        dcp.save(
+            torch_dist.mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=thread_count),
+            planner=_HostCopyPlanner(to_host),
+        )
 
 
 def load_torch_dist(sharded_state_dict: Any, checkpoint_dir: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compat.host import ShardedObject, ShardedTensor, ShardedTensorFactory
+from ..compat.host import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..errors import Problem
 from ..te import tensors
 from .layout import Box, layer_key, logical_key
@@ -153,6 +153,11 @@ def walk(state_dict: Any, fn: Callable[[Any], Any]) -> Any:
     if isinstance(state_dict, list):
         return [walk(v, fn) for v in state_dict]
     return fn(state_dict)
+
+
+def own(value: Any) -> Any:
+    """A sharded value as an object of our own, with the same data: Megatron writes into the ones that it is given."""
+    return replace(value) if isinstance(value, ShardedBase) else value
 
 
 def values_of(state_dict: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from .expand import (
     leaves,
     make_factory,
     may_match,
+    own,
     refill,
     skeleton,
     values_of,
@@ -247,6 +248,8 @@ class LoadTask:
 class LoadPlan:
     """All tasks of one load on this rank."""
 
+    absent: list[Problem] = field(default_factory=list)
+    """Quantized parameters that the checkpoint knows nothing of."""
     tasks: dict[int, LoadTask] = field(default_factory=dict)
     """id of an entry of the state dict -> its task, for entries that hold or read quantized data."""
     problems: list[Problem] = field(default_factory=list)
@@ -276,6 +279,10 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
             quantized = tensors.is_quantized(entry.data) or any(s.entry is not None for s in found)
             if stored and (quantized or moved):
                 plan.tasks[id(entry)] = LoadTask(entry, found)
+            elif quantized:
+                plan.absent.append(
+                    Problem(entry.key, "nothing in the checkpoint", "a quantized parameter of the model")
+                )
     return plan
 
 
@@ -337,6 +344,6 @@ def expand_for_load(state_dict: Any, plan: LoadPlan) -> Any:
             if isinstance(value, ShardedTensor):
                 return replace(value, data=None)
             return replace(value, data=torch.empty(value.data.shape, dtype=value.data.dtype, device=_META))
-        return value
+        return own(value)
 
     return walk(state_dict, expand)

@@ -23,6 +23,7 @@ from .expand import (
     leaves,
     make_factory,
     may_match,
+    own,
     quantized_entries,
     rebuild,
     skeleton,
@@ -259,10 +260,10 @@ def expand_for_save(state_dict: Any, mixed: frozenset[str]) -> Any:
 
     def expand(value: Any) -> Any:
         if not is_entry(value):
-            return value
+            return own(value)
         if tensors.is_quantized(value.data):
             return make_factory(value, SaveTask(value, mixed))
         in_stack = mixed and may_match(value, mixed) and any(leaf.key in mixed for leaf in leaves(skeleton(value)))
-        return make_factory(value, SaveTask(value, mixed)) if in_stack else value
+        return make_factory(value, SaveTask(value, mixed)) if in_stack else own(value)
 
     return walk(state_dict, expand)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..backends.directory import check_directory, clear_commit
-from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing, host_range
+from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing, host_range, tolerates_missing
 from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
@@ -96,7 +96,8 @@ def load(
     started = time.perf_counter()
     directory = Path(checkpoint_dir)
     strategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
-    expansion = expand_load(sharded_state_dict, directory, strategy.options)
+    absent_ok = tolerates_missing(stock_kwargs.get("strict"))
+    expansion = expand_load(sharded_state_dict, directory, strategy.options, absent_ok=absent_ok)
     for value in values_of(expansion.state_dict):
         if isinstance(value, QuantizedFactory):
             # Nothing looks for parameters in here any more, and Megatron would make a BF16 copy of each.

@@ -133,19 +133,28 @@ def _manifest(directory: Path, group: Any) -> Manifest | None:
 
 
 def expand_load(
-    state_dict: Any, directory: Path, options: LoadOptions, model: Any = None, group: Any = None
+    state_dict: Any,
+    directory: Path,
+    options: LoadOptions,
+    model: Any = None,
+    group: Any = None,
+    *,
+    absent_ok: bool = True,
 ) -> LoadExpansion:
-    """Expand for a load from `directory`: the whole plan. Collective."""
+    """Expand for a load from `directory`: the whole plan. Collective.
+
+    `absent_ok` leaves it to the host what it says of a parameter that the checkpoint does not hold.
+    """
     manifest = _manifest(directory, group) or Manifest(tensors={})
     backend = backend_of(directory)
 
     def plan() -> LoadPlan:
         _check_local(state_dict, model)
         planned = plan_tasks(state_dict, manifest, backend.index(directory))
-        if not planned.problems:
-            regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
-            finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options)
-        refuse("the checkpoint cannot be loaded into this model", planned.problems)
+        regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
+        finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options)
+        missing = [] if absent_ok else planned.absent
+        refuse("the checkpoint cannot be loaded into this model", [*planned.problems, *missing])
         return planned
 
     planned = attempt(plan, group)

@@ -1,0 +1,252 @@
+"""quantized/numerics.py against an implementation of the formats that knows nothing of torch's float8 types."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_fp8_dist.quantized import numerics
+from megatron_fp8_dist.quantized.grid import Grid
+from tests import float8
+from tests.elementwise import raw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from megatron_fp8_dist.quantized.scheme import Edges
+
+    Conversion = Callable[[], list[torch.Tensor]]
+
+ELEMENTS = sorted(float8.FORMATS)
+ALL_CODES = np.arange(256, dtype=np.uint8)
+
+per_element_format = pytest.mark.parametrize("element", ELEMENTS)
+
+
+def encode(values: NDArray[np.float32], element: str) -> NDArray[np.uint8]:
+    return numerics.encode(torch.from_numpy(values), element).numpy()
+
+
+def edges_of(*sizes: int) -> Edges:
+    """Edges of blocks of these sizes."""
+    return np.cumsum([0, *sizes], dtype=np.int64)
+
+
+@per_element_format
+def test_every_code_has_the_value_of_its_definition(element: str) -> None:
+    decoded = numerics.decode(torch.from_numpy(ALL_CODES), element).numpy()
+    expected = float8.FORMATS[element].table.astype(np.float32)
+    nan = np.isnan(expected)
+    np.testing.assert_array_equal(np.isnan(decoded), nan)
+    # Bits, so that -0.0 is not 0.0.
+    np.testing.assert_array_equal(decoded[~nan].view(np.uint32), expected[~nan].view(np.uint32))
+
+
+@pytest.mark.parametrize(("element", "count"), [("E4M3", 254), ("E5M2", 248)])
+def test_every_finite_code_round_trips(element: str, count: int) -> None:
+    finite = ALL_CODES[np.isfinite(float8.FORMATS[element].table)]
+    assert len(finite) == count
+    assert 0x80 in finite
+    decoded = numerics.decode(torch.from_numpy(finite), element)
+    np.testing.assert_array_equal(numerics.encode(decoded, element).numpy(), finite)
+
+
+@per_element_format
+def test_nan_stays_nan(element: str) -> None:
+    table = float8.FORMATS[element].table
+    codes = ALL_CODES[np.isnan(table)]
+    again = numerics.encode(numerics.decode(torch.from_numpy(codes), element), element).numpy()
+    assert np.isnan(table[again]).all()
+
+
+@per_element_format
+@pytest.mark.parametrize("factor", [1.0, 1.01, 1.0625, 1.5, 1e6, np.inf])
+def test_what_is_too_large_saturates(element: str, factor: float) -> None:
+    form = float8.FORMATS[element]
+    largest = np.float32(form.largest * factor)
+    code = len(form.finite) - 1
+    np.testing.assert_array_equal(encode(np.array([largest, -largest], np.float32), element), [code, code | 0x80])
+
+
+@per_element_format
+def test_ties_go_to_the_even_code(element: str) -> None:
+    finite = float8.FORMATS[element].finite
+    middles = np.array([(a + b) / 2 for a, b in pairwise(finite)], dtype=np.float32)
+    nearest = np.arange(len(middles), dtype=np.uint8)
+    even = nearest + nearest % 2
+    np.testing.assert_array_equal(encode(middles, element), even)
+    np.testing.assert_array_equal(encode(-middles, element), even | 0x80)
+    np.testing.assert_array_equal(encode(np.nextafter(middles, np.float32(0)), element), nearest)
+    np.testing.assert_array_equal(encode(np.nextafter(middles, np.float32(np.inf)), element), nearest + 1)
+
+
+@per_element_format
+@given(values=hnp.arrays(np.float32, 64, elements=st.floats(width=32, allow_nan=False)))
+def test_rounding_is_to_nearest(element: str, values: NDArray[np.float32]) -> None:
+    np.testing.assert_array_equal(encode(values, element), float8.FORMATS[element].encode(values))
+
+
+UNUSABLE = [0.0, np.inf, np.nan]
+# The smallest normal, subnormals, and the magnitudes next to where the quotient overflows.
+TINY = [2.0**-126, 2.0**-127, 2.0**-149, 448 / float8.FLOAT32_MAX, 57344 / float8.FLOAT32_MAX]
+
+
+@per_element_format
+@pytest.mark.parametrize("amax", [*UNUSABLE, *TINY, 1.0, 3.0, 448.0, 57344.0, 1e30, float(float8.FLOAT32_MAX)])
+def test_scale_rule(element: str, amax: float) -> None:
+    expected = float8.scale_from_amax(np.float32(amax), element)
+    scale = numerics.scale_from_amax(torch.tensor([amax], dtype=torch.float32), element)
+    assert scale.numpy().view(np.uint32)[0] == expected.view(np.uint32)
+
+
+@per_element_format
+def test_scale_rule_names_its_special_cases(element: str) -> None:
+    scale = numerics.scale_from_amax(torch.tensor([*UNUSABLE, 2.0**-149], dtype=torch.float32), element)
+    assert scale.tolist() == [1.0, 1.0, 1.0, float(float8.FLOAT32_MAX)]
+
+
+@per_element_format
+@given(amax=st.floats(min_value=0, width=32, exclude_min=True, allow_infinity=False))
+def test_scale_rule_at_random(element: str, amax: float) -> None:
+    scale = numerics.scale_from_amax(torch.tensor(amax), element).numpy()
+    assert scale.view(np.uint32) == float8.scale_from_amax(np.float32(amax), element).view(np.uint32)
+
+
+@per_element_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_quantize_is_scale_then_round(element: str, dtype: torch.dtype) -> None:
+    values = torch.randn(6, 5).to(dtype)
+    codes, grid = numerics.quantize(values, element, (edges_of(6), edges_of(5)))
+    wide = values.to(torch.float32).numpy()
+    scale = float8.scale_from_amax(np.abs(wide).max(), element)
+    np.testing.assert_array_equal(codes.numpy(), float8.FORMATS[element].encode(wide * scale))
+    np.testing.assert_array_equal(raw(grid.values), raw(torch.tensor([[np.float32(1) / scale]])))
+
+
+def test_quantize_takes_a_given_scale() -> None:
+    values = torch.randn(4, 4)
+    codes, grid = numerics.quantize(values, "E4M3", (edges_of(2, 2), edges_of(4)), torch.tensor([[3.0], [0.1]]))
+    scale = np.array([[3.0]] * 2 + [[0.1]] * 2, np.float32)
+    np.testing.assert_array_equal(codes.numpy(), float8.FORMATS["E4M3"].encode(values.numpy() * scale))
+    np.testing.assert_array_equal(raw(grid.values), raw(torch.tensor([[3.0], [0.1]]).reciprocal()))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
+def test_scales_that_no_quantizer_writes(bad: float) -> None:
+    assert numerics.invalid_scales(torch.tensor([[1.0, bad, 0.0]]), "float32").tolist() == [[False, True, False]]
+
+
+def test_scales_of_another_dtype_are_a_mistake() -> None:
+    with pytest.raises(TypeError, match="bfloat16"):
+        numerics.invalid_scales(torch.ones(1, dtype=torch.bfloat16), "float32")
+
+
+# Chunks
+
+
+def blocky(rows: int, columns: int) -> tuple[torch.Tensor, Grid]:
+    """Codes and a grid of four by two blocks of different scale."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 0x78, (rows, columns), dtype=torch.uint8, generator=generator)
+    edges = (edges_of(*[rows // 4] * 4), edges_of(*[columns // 2] * 2))
+    return codes, Grid(torch.rand(4, 2, generator=generator) + 0.5, edges)
+
+
+def dequantize(rows: int, columns: int) -> Conversion:
+    codes, grid = blocky(rows, columns)
+    return lambda: [numerics.dequantize_into(torch.empty(rows, columns, dtype=torch.bfloat16), codes, grid, "E4M3")]
+
+
+def requantize(rows: int, columns: int) -> Conversion:
+    codes, grid = blocky(rows, columns)
+    edges = edges_of(rows), edges_of(columns)
+
+    def run() -> list[torch.Tensor]:
+        out, scale, count = numerics.requantize(codes, grid, "E4M3", "E4M3", edges)
+        assert count == 1
+        return [out, scale.values]
+
+    return run
+
+
+def high_precision(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+
+
+def quantize(rows: int, columns: int) -> Conversion:
+    values, edges = high_precision(rows, columns), (edges_of(*[rows // 4] * 4), edges_of(columns))
+    return lambda: flat(numerics.quantize(values, "E4M3", edges))
+
+
+def quantize_with_scale(rows: int, columns: int) -> Conversion:
+    values, edges = high_precision(rows, columns), (edges_of(rows), edges_of(columns))
+    return lambda: flat(numerics.quantize(values, "E4M3", edges, torch.full((1, 1), 100.0)))
+
+
+def flat(quantized: tuple[torch.Tensor, Grid]) -> list[torch.Tensor]:
+    return [quantized[0], quantized[1].values]
+
+
+CONVERSIONS = [dequantize, requantize, quantize, quantize_with_scale]
+each_conversion = pytest.mark.parametrize("prepare", CONVERSIONS, ids=[c.__name__ for c in CONVERSIONS])
+
+
+@pytest.mark.parametrize("size", [1, 400, 1000, 100_000])
+@each_conversion
+def test_chunking_changes_nothing(
+    prepare: Callable[[int, int], Conversion], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(24, 10)()
+    monkeypatch.setattr(numerics, "WORKING_SET_BYTES", size)
+    for a, b in zip(whole, prepare(24, 10)(), strict=True):
+        np.testing.assert_array_equal(raw(a), raw(b))
+
+
+class Float32Meter(TorchDispatchMode):
+    """Counts the bytes of float32 memory that is alive and was allocated under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if address in self.alive or not address:
+            return
+        self.alive[address] = storage.nbytes()
+        weakref.finalize(storage, self.alive.pop, address, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+
+
+@each_conversion
+def test_float32_working_set_is_bounded(
+    prepare: Callable[[int, int], Conversion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, rows, columns = 1 << 14, 512, 64
+    assert limit < 4 * rows * columns
+    monkeypatch.setattr(numerics, "WORKING_SET_BYTES", limit)
+    convert = prepare(rows, columns)
+    with Float32Meter() as meter:
+        convert()
+    scales = 1024  # the grids themselves
+    assert 0 < meter.peak <= limit + scales
