@@ -62,11 +62,13 @@ def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def rewrite(directory: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the data of every chunk of a stored tensor; the new data lies behind the old in the same file."""
+def rewrite(
+    directory: Path, key: str, change: Callable[[torch.Tensor], torch.Tensor], at: tuple[int, ...] | None = None
+) -> None:
+    """Replace the data of a stored tensor, or of its chunk `at` an offset; the new data lies behind the old."""
     changed = metadata(directory)
     for index, info in changed.storage_data.items():
-        if index.fqn != key:
+        if index.fqn != key or (at is not None and tuple(index.offset or ()) != at):
             continue
         item = Item(key, directory / info.relative_path, info.offset, info.length)
         buffer = io.BytesIO()

@@ -29,7 +29,7 @@ from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from megatron_fp8_dist.sharding.expand import ComponentShard, values_of
 from megatron_fp8_dist.sharding.load_plan import LoadPlan, Outcome, expand_for_load, finish_plan, plan_tasks
 from megatron_fp8_dist.sharding.manifest import Manifest, build_manifest, check_against_index, metadata_digest
-from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks
+from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
 from tests.elementwise import Bits, Bytes, Elements, conform, float_bits, raw, starts
 
 if TYPE_CHECKING:
@@ -309,9 +309,10 @@ def save(ranks: Sequence[Rank], backend: Backend, directory: Path) -> Manifest:
     problems += [p for _, own in described for p in own]
     problems += [p for number, rank in enumerate(ranks) for p in check_replicas(rank.state_dict, infos, number)]
     refuse(problems)
+    expansions = [expand_for_save(rank.state_dict, mixed) for rank in ranks]
+    refuse([p for expanded in expansions for p in rehearse(expanded)])
     records = []
-    for rank in ranks:
-        expanded = expand_for_save(rank.state_dict, mixed)
+    for expanded in expansions:
         apply_factories(expanded)
         backend.write(expanded, directory)
         main = [v for v in values_of(expanded) if isinstance(v, ComponentShard) and is_main_replica(v.replica_id)]

@@ -27,27 +27,13 @@ from tests.elementwise import Elements, conform, elements_of, error_in_bound, fl
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+pytest_plugins = ["tests.pure"]
+pytestmark = pytest.mark.usefixtures("one_thread", "toy_schemes")
+
 SHAPE = (8, 12)
 SCHEMES = ["per_tensor", *sorted(toyschemes.ROWS)]
 
 each_scheme = pytest.mark.parametrize("name", SCHEMES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _toy_schemes() -> Iterator[None]:
-    with toyschemes.installed():
-        yield
-
-
-@pytest.fixture
-def no_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be quantized or dequantized (invariant 1)."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("an exact path touched a value")
-
-    for name in ("decode", "encode", "quantize", "dequantize_into", "scale_from_amax"):
-        monkeypatch.setattr(numerics, name, refuse)
 
 
 def make(name: str, shape: Sequence[int] = SHAPE, element: str = "E4M3", seed: int = 0) -> BlockScaledTensor:

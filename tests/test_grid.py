@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from megatron_fp8_dist.quantized.scheme import Edges
 
 
+pytest_plugins = ["tests.pure"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @st.composite
 def axis_edges(draw: st.DrawFn, size: int) -> Edges:
     """Any strictly increasing edges from 0 to `size`."""

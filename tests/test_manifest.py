@@ -29,15 +29,12 @@ from megatron_fp8_dist.sharding.manifest import (
 )
 from tests import toyschemes
 
+pytest_plugins = ["tests.pure"]
+pytestmark = pytest.mark.usefixtures("one_thread", "toy_schemes")
+
 E4M3 = Scheme("per_tensor", "E4M3")
 E5M2 = Scheme("per_tensor", "E5M2")
 SCALE = "rowwise_scale_inv"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _toy_schemes() -> Iterator[None]:
-    with toyschemes.installed():
-        yield
 
 
 def manifest() -> Manifest:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     Conversion = Callable[[], list[torch.Tensor]]
 
+pytest_plugins = ["tests.pure"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ELEMENTS = sorted(float8.FORMATS)
 ALL_CODES = np.arange(256, dtype=np.uint8)
 

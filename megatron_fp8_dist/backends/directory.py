@@ -13,6 +13,7 @@ from ..errors import IncompleteCheckpointError, ManifestError, PlanningError, Pr
 from ..sharding.manifest import FILE_NAME, Manifest
 
 COMMIT_MARKER = "metadata.json"
+COMMON_STATE = "common.pt"
 
 
 def _sync_directory(directory: Path) -> None:
@@ -74,6 +75,19 @@ def check_directory(directory: Path) -> None:
     if not directory.is_dir():
         problem = Problem(str(directory), "no such directory", "an existing directory", "Create it on rank 0 first.")
         raise PlanningError("the checkpoint cannot be saved", [problem])
+
+
+def check_common_state(directory: Path) -> None:
+    """Refuse a checkpoint whose common state this Megatron cannot find.
+
+    Raises:
+        PlanningError: it is complete, and there is no `common.pt`.
+    """
+    check_committed(directory)
+    if not (directory / COMMON_STATE).is_file():
+        remedy = "Megatron-core from 0.19 on keeps common state among the tensors; older ones cannot read it."
+        problem = Problem(str(directory), f"no {COMMON_STATE}", f"the {COMMON_STATE} that this Megatron reads", remedy)
+        raise PlanningError("the checkpoint was written by a newer Megatron-core", [problem])
 
 
 def read_manifest(checkpoint_dir: str | os.PathLike[str]) -> Manifest:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..backends.directory import check_directory, clear_commit
+from ..backends.directory import check_common_state, check_directory, clear_commit
 from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing, host_range, tolerates_missing
 from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
@@ -96,6 +96,7 @@ def load(
     started = time.perf_counter()
     directory = Path(checkpoint_dir)
     strategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
+    attempt(lambda: check_common_state(directory) if host_range.COMMON_STATE_FIRST else None)
     absent_ok = tolerates_missing(stock_kwargs.get("strict"))
     expansion = expand_load(sharded_state_dict, directory, strategy.options, absent_ok=absent_ok)
     for value in values_of(expansion.state_dict):
@@ -110,7 +111,10 @@ def load(
             lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs)
         )
     except StorageError as e:
-        raise _after_restores(e, expansion) from e
+        restored = _restored(expansion)
+        if restored:
+            raise type(e)(e.summary, [*e.problems, restored]) from e
+        raise
     finally:
         strategy.plan = None
     report = replace(expansion.report, seconds=from_first(time.perf_counter() - started))
@@ -142,15 +146,14 @@ def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
         task.pull = pull
 
 
-def _after_restores(error: StorageError, expansion: LoadExpansion) -> StorageError:
-    """The error, and which parameters were restored before it, on any rank. Collective: every rank has the error."""
-    restored = {task.key for task in expansion.plan.tasks.values() if task.done}
-    everywhere = sorted(set[str]().union(*gather(restored)))
+def _restored(expansion: LoadExpansion) -> Problem | None:
+    """Which parameters were restored before an error, on any rank. Collective: every rank has the error."""
+    done = {task.key for task in expansion.plan.tasks.values() if task.done}
+    everywhere = sorted(set[str]().union(*gather(done)))
     if not everywhere:
-        return error
+        return None
     remedy = "The model must not be used: load a whole checkpoint into it."
-    problem = Problem("(restored before the error)", ", ".join(everywhere), "all parameters", remedy)
-    return type(error)(error.summary, [*error.problems, problem])
+    return Problem("(restored before the error)", ", ".join(everywhere), "all parameters", remedy)
 
 
 def _log(report: LoadReport) -> None:

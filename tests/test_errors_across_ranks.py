@@ -1,0 +1,236 @@
+"""One rank's error becomes every rank's, with the rank named, and the ranks stay usable: no hang, no stray collective."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from megatron_fp8_dist import load, save
+from megatron_fp8_dist.errors import FP8CheckpointError
+from megatron_fp8_dist.te import tensors
+from tests import damage, toy_model
+from tests.rankpool import ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.rankpool import RankPool
+
+LAYOUT = toy_model.Layout(tp=4)
+CULPRIT = 2
+"""The rank that fails alone."""
+SCALES = "decoder.layers.qkv.weight.rowwise_scale_inv"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank saw."""
+
+    kinds: tuple[str, ...]
+    """Names of the error's class and its bases."""
+    text: str
+    problems: tuple[Any, ...]
+    wrong_after: list[str]
+    """Wrong parameters after a save and a load that followed in the same process group."""
+
+
+def culprit() -> bool:
+    return dist.get_rank() == CULPRIT
+
+
+def toy(*, blank: bool = False) -> toy_model.Toy:
+    return toy_model.Toy("block_scaled", LAYOUT.place(dist.get_rank()), blank=blank)
+
+
+def two_schemes(directory: Path) -> None:
+    """The culprit's weights have another element format."""
+    entries = toy().sharded_state_dict()
+    if culprit():
+        weight = toy_model.QUANTIZED[0]
+        codes = weight.part(weight.codes(0), LAYOUT.place(CULPRIT))
+        parameter = toy_model.quantized("block_scaled", codes, 1.0, "E5M2")
+        entries["layers.0.qkv"] = toy_model.entry(parameter, weight, LAYOUT.place(CULPRIT), 0)
+    save(entries, directory)
+
+
+def high_precision_replica(directory: Path) -> None:
+    """The culprit holds a shard in high precision that the others hold quantized."""
+    model = toy_model.Toy("block_scaled", LAYOUT.place(dist.get_rank()), high_precision=(0,) if culprit() else ())
+    save(model.sharded_state_dict(), directory)
+
+
+def loose_tensor(directory: Path) -> None:
+    """The culprit has a quantized tensor outside of any entry."""
+    entries: dict[str, Any] = toy().sharded_state_dict()
+    if culprit():
+        entries["loose"] = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
+    save(entries, directory)
+
+
+def dequantizing_factory(directory: Path) -> None:
+    """The culprit's factory loses the codes when Megatron builds it."""
+    entries = toy().sharded_state_dict()
+    if culprit():
+        built = entries["layers.0.fc1"].build_fn
+        entries["layers.0.fc1"] = replace(
+            entries["layers.0.fc1"], build_fn=lambda key, t, *rest: built(key, t * 1, *rest)
+        )
+    save(entries, directory)
+
+
+def duplicate_main_replicas(directory: Path) -> None:
+    """Every rank says that it holds the main replica; Megatron notices on rank 0 alone."""
+    entries = toy().sharded_state_dict()
+    for layer in range(toy_model.NUM_LAYERS):
+        entries[f"layers.{layer}.norm"].replica_id = 0
+    save(entries, directory)
+
+
+def writer_fails(directory: Path) -> None:
+    with mock.patch.object(FileSystemWriter, "write_data", failing if culprit() else FileSystemWriter.write_data):
+        save(toy().sharded_state_dict(), directory)
+
+
+def manifest_fails(directory: Path) -> None:
+    with mock.patch("megatron_fp8_dist.strategies.save.write_manifest", failing):
+        save(toy().sharded_state_dict(), directory)
+
+
+def other_shape(directory: Path) -> None:
+    """The culprit's model wants another shape."""
+    save(toy().sharded_state_dict(), directory)
+    entries = toy(blank=True).sharded_state_dict()
+    if culprit():
+        weight = toy_model.Weight("qkv", (48, 16), 0)
+        place = LAYOUT.place(CULPRIT)
+        parameter = toy_model.quantized("block_scaled", weight.part(weight.codes(0), place), 1.0)
+        entries["layers.0.qkv"] = toy_model.entry(parameter, weight, place, 0)
+    load(entries, directory)
+
+
+def bad_scale(directory: Path) -> None:
+    """Only the culprit reads the fragment whose scale is NaN."""
+    save(toy().sharded_state_dict(), directory)
+    if dist.get_rank() == 0:
+        damage.rewrite(directory, SCALES, lambda t: torch.full_like(t, math.nan), at=(0, CULPRIT, 0))
+    dist.barrier()
+    load(toy(blank=True).sharded_state_dict(), directory)
+
+
+def reader_fails(directory: Path, part: str) -> None:
+    """The culprit's disk fails when it reads the tensors whose key ends in `part`; planning has read the scales."""
+    save(toy().sharded_state_dict(), directory)
+    read = FileSystemReader.read_data
+
+    def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        if any(item.storage_index.fqn.endswith(part) for item in plan.items):
+            failing()
+        return read(self, plan, planner)
+
+    with mock.patch.object(FileSystemReader, "read_data", read_data if culprit() else read):
+        load(toy(blank=True).sharded_state_dict(), directory)
+
+
+def restore_fails(directory: Path) -> None:
+    """The culprit fails at its third parameter."""
+    save(toy().sharded_state_dict(), directory)
+    calls = []
+
+    def restore(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            failing()
+        original(*args)
+
+    original = tensors.restore
+    with mock.patch.object(tensors, "restore", restore if culprit() else original):
+        load(toy(blank=True).sharded_state_dict(), directory)
+
+
+def failing(*_: object) -> None:
+    raise OSError(5, "the disk is gone")
+
+
+def codes_unreadable(directory: Path) -> None:
+    reader_fails(directory, ".rowwise_data")
+
+
+def plain_unreadable(directory: Path) -> None:
+    reader_fails(directory, "norm.weight")
+
+
+CASES: list[tuple[Callable[[Path], None], str, str, tuple[int, ...]]] = [
+    # what happens, a class of the error, part of its text, ranks that it names
+    (two_schemes, "PlanningError", "per_tensor/E5M2", (0, CULPRIT)),
+    (high_precision_replica, "PlanningError", f"high precision on rank {CULPRIT}", (CULPRIT,)),
+    (loose_tensor, "PlanningError", "outside of any sharded entry", (CULPRIT,)),
+    (dequantizing_factory, "PlanningError", "from the entry's factory", (CULPRIT,)),
+    (duplicate_main_replicas, "HostFailure", "Invalid access pattern", (0,)),
+    (writer_fails, "StorageError", "the disk is gone", (CULPRIT,)),
+    (manifest_fails, "StorageError", "the disk is gone", (0,)),
+    (other_shape, "PlanningError", "[4, 48, 16]", (CULPRIT,)),
+    (bad_scale, "PlanningError", f"{SCALES}[0, {CULPRIT}, 0]: found scale nan", (CULPRIT,)),
+    (codes_unreadable, "StorageError", "the disk is gone", (CULPRIT,)),
+    (plain_unreadable, "StorageError", "the disk is gone", (CULPRIT,)),
+    (restore_fails, "StorageError", "the disk is gone", (CULPRIT,)),
+]
+
+
+def fail_then_work(directory: str, name: str) -> Outcome:
+    """In a rank: run a case, then save and load in the same process group."""
+    folders = [Path(directory) / part for part in ("bad", "good")]
+    try:
+        globals()[name](folders[0])
+    except FP8CheckpointError as e:
+        error = e
+    else:
+        raise AssertionError("no error")
+    save(toy().sharded_state_dict(), folders[1])
+    model = toy(blank=True)
+    load(model.sharded_state_dict(), folders[1])
+    kinds = tuple(cls.__name__ for cls in type(error).__mro__)
+    return Outcome(kinds, str(error), error.problems, model.wrong())
+
+
+@pytest.mark.parametrize(("case", "kind", "text", "named"), CASES, ids=[case.__name__ for case, *_ in CASES])
+def test_every_rank_gets_the_error(
+    ranks: RankPool,
+    tmp_path: Path,
+    case: Callable[[Path], None],
+    kind: str,
+    text: str,
+    named: tuple[int, ...],
+) -> None:
+    for part in ("bad", "good"):
+        (tmp_path / part).mkdir()
+    outcomes = ranks.run(f"{__name__}:fail_then_work", str(tmp_path), case.__name__, timeout=60)
+    assert len({(o.kinds, o.text) for o in outcomes}) == 1
+    assert kind in outcomes[0].kinds
+    assert text in outcomes[0].text
+    assert {problem.ranks for problem in outcomes[0].problems} == {named}
+    assert [o.wrong_after for o in outcomes] == [[]] * LAYOUT.size
+
+
+def test_a_failed_load_lists_what_was_restored(ranks: RankPool, tmp_path: Path) -> None:
+    for part in ("bad", "good"):
+        (tmp_path / part).mkdir()
+    outcome = ranks.run(f"{__name__}:fail_then_work", str(tmp_path), restore_fails.__name__, timeout=60)[0]
+    print(outcome.text)
+    assert "must not be used" in outcome.text
+    assert "decoder.layers.qkv.weight" in outcome.text
+    assert 0
+
+
+def test_psutil_is_a_dependency() -> None:
+    # Without it Megatron's writer fails on a worker and leaves the ranks in a collective.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "psutil" in project["dependencies"]
