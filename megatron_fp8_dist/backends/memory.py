@@ -55,21 +55,23 @@ class MemoryBackend:
 
     def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
         """See `Backend.index`."""
-        if checkpoint_dir not in self.chunks:
-            raise IncompleteCheckpointError(
-                "there is no checkpoint", [Problem(str(checkpoint_dir), "nothing", "a checkpoint")]
-            )
         return {
             key: StoredTensor(parts[0][1].dtype, self.shapes[checkpoint_dir][key], tuple(box for box, _ in parts))
-            for key, parts in self.chunks[checkpoint_dir].items()
+            for key, parts in self._checkpoint(checkpoint_dir).items()
         }
+
+    def _checkpoint(self, checkpoint_dir: Path) -> dict[str, list[tuple[Box, torch.Tensor]]]:
+        if checkpoint_dir not in self.chunks:
+            problem = Problem(str(checkpoint_dir), "nothing", "a checkpoint")
+            raise IncompleteCheckpointError("there is no checkpoint", [problem])
+        return self.chunks[checkpoint_dir]
 
     def read(self, checkpoint_dir: Path, regions: Sequence[Region]) -> list[torch.Tensor]:
         """See `Backend.read`."""
         return [self._read(checkpoint_dir, region) for region in regions]
 
     def _read(self, checkpoint_dir: Path, region: Region) -> torch.Tensor:
-        parts = self.chunks[checkpoint_dir].get(region.key)
+        parts = self._checkpoint(checkpoint_dir).get(region.key)
         if parts is None:
             raise StorageError(
                 "reading from the checkpoint failed", [Problem(region.key, "nothing", "a stored tensor")]

@@ -38,10 +38,11 @@ class Direction:
 class BlockScaledTensor(torch.Tensor):
     """A quantized tensor as codes, scales and block edges.
 
-    Exact, as views or copies of bytes: narrow, slice, chunk, split, cat, detach, clone, moves between devices, and
-    views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values
-    (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme. Every other operation works
-    on the dequantized values and gives plain tensors.
+    Exact, as views or copies of bytes: narrow, slice, select, chunk, split, unbind, cat, detach, clone, moves between
+    devices, and views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values
+    (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme; on a part of a tensor (a
+    slice, a row) they raise. Every other operation works on the dequantized values and gives plain tensors that share
+    no memory with this one, those that are views for other tensors (`t`, `permute`, `expand`, ...) too.
     """
 
     scheme: Scheme
@@ -311,6 +312,17 @@ def _slice(t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: in
     return t._narrow(axis, low, max(0, high - low))
 
 
+def _select(t: BlockScaledTensor, dim: int, index: int) -> Any:
+    axis = _axis(t, dim)
+    row = t._narrow(axis, index % t.shape[axis], 1)
+    return _view(row, [*t.shape[:axis], *t.shape[axis + 1 :]])
+
+
+def _unbind(t: BlockScaledTensor, dim: int = 0) -> Any:
+    rows = [_select(t, dim, i) for i in range(t.shape[dim])]
+    return NotImplemented if any(row is NotImplemented for row in rows) else rows
+
+
 def _split(t: BlockScaledTensor, size: int | Sequence[int], dim: int = 0) -> list[BlockScaledTensor]:
     axis = _axis(t, dim)
     total = t.shape[axis]
@@ -380,6 +392,8 @@ _EXACT: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
     aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.cat.default: _cat,
