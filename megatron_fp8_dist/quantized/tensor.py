@@ -39,10 +39,10 @@ class BlockScaledTensor(torch.Tensor):
     """A quantized tensor as codes, scales and block edges.
 
     Exact, as views or copies of bytes: narrow, slice, select, chunk, split, unbind, cat, detach, clone, moves between
-    devices, and views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision values
-    (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme; on a part of a tensor (a
-    slice, a row) they raise. Every other operation works on the dequantized values and gives plain tensors that share
-    no memory with this one, those that are views for other tensors (`t`, `permute`, `expand`, ...) too.
+    devices, and views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision
+    values (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme; on a part of a tensor
+    (a slice, a row) they raise. Every other operation works on the dequantized values and gives plain tensors that
+    share no memory with this one, also where it is a view for other tensors (`t`, `permute`, `expand`, ...).
     """
 
     scheme: Scheme
@@ -169,8 +169,7 @@ class BlockScaledTensor(torch.Tensor):
             ValueError: scheme, shape or blocks differ, or this tensor is a part of another one, with which it shares
                 scales; nothing was written.
         """
-        if self.is_cut:
-            raise ValueError(f"{self!r} is a part of another quantized tensor; write the whole one")
+        self._refuse_cut()
         pairs = []
         for name, mine in self.directions.items():
             other = source.directions.get(name)
@@ -185,6 +184,10 @@ class BlockScaledTensor(torch.Tensor):
             pairs += [(mine.codes, other.codes), (mine.scale.values, other.scale.values)]
         for destination, value in pairs:
             destination.copy_(value)
+
+    def _refuse_cut(self) -> None:
+        if self.is_cut:
+            raise ValueError(f"{self!r} is a part of another quantized tensor; write the whole one")
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
         directions = {n: d.map(fn) for n, d in self.directions.items()}
@@ -372,6 +375,7 @@ def _to_copy(t: BlockScaledTensor, *, dtype: torch.dtype | None = None, **kwargs
 def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(destination, BlockScaledTensor):
         return destination.copy_(_plain(source), non_blocking=non_blocking)
+    destination._refuse_cut()
     if destination.shape != source.shape:
         source = source.expand(destination.shape)
     if isinstance(source, BlockScaledTensor):
