@@ -6,15 +6,13 @@ import io
 import json
 import math
 import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 MANIFEST = "fp8_manifest.json"
 
@@ -88,7 +86,9 @@ def drop(directory: Path, key: str) -> None:
     put_metadata(directory, changed)
 
 
-def declare(directory: Path, key: str, *, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> None:
+def declare(
+    directory: Path, key: str, *, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
+) -> None:
     """Let `.metadata` say another dtype or shape of a stored tensor, or say that there is one."""
     changed = metadata(directory)
     old = changed.state_dict_metadata.get(key) or next(iter(stored_tensors(directory).values()))

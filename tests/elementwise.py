@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from tests import float8
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_fp8_dist.quantized.grid import Grid
-    from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Bits: TypeAlias = NDArray[np.uint32]
@@ -34,6 +34,18 @@ def float_bits(tensor: torch.Tensor) -> Bits:
     return tensor.detach().contiguous().numpy().view(np.uint32)
 
 
+def scaled(tensor: object) -> BlockScaledTensor:
+    """The tensor, which must be a BlockScaledTensor."""
+    assert isinstance(tensor, BlockScaledTensor), f"a {type(tensor).__name__}"
+    return tensor
+
+
+def component_bytes(tensor: torch.Tensor) -> dict[str, bytes]:
+    """Every byte of a parameter of either kind."""
+    parts = tensor.components() if isinstance(tensor, BlockScaledTensor) else {"": tensor}
+    return {name: raw(part).tobytes() for name, part in parts.items()}
+
+
 @dataclass(frozen=True)
 class Elements:
     """Codes, and for each of them the bits of its scale and whether a saved element is there."""
@@ -47,7 +59,7 @@ class Elements:
         return Elements(self.codes[window], self.scale[window], self.known[window])
 
     def values(self, element: str) -> NDArray[np.float32]:
-        """code * scale in float32."""
+        """What the codes mean, in float32."""
         return float8.FORMATS[element].table.astype(np.float32)[self.codes] * self.scale.view(np.float32)
 
 
@@ -64,9 +76,9 @@ def spread(grid: Grid) -> tuple[Bits, NDArray[np.bool_]]:
     return scale, known
 
 
-def elements_of(tensor: BlockScaledTensor, direction: str = "rowwise_data") -> Elements:
+def elements_of(tensor: torch.Tensor, direction: str = "rowwise_data") -> Elements:
     """The elements of one direction of a tensor."""
-    part = tensor.directions[direction]
+    part = scaled(tensor).directions[direction]
     return Elements(part.codes.contiguous().numpy(), *spread(part.scale))
 
 

@@ -1,4 +1,4 @@
-"""Ranks of a parallel layout, one after another in one process: no torch.distributed, no files unless a backend has some.
+"""Ranks of a parallel layout, one after another in one process, without torch.distributed.
 
 A `Model` is whole weights in NumPy, every element with a scale of its own. A layout cuts it into what each rank holds;
 what a load puts into a rank is compared with the same cut of the whole.
@@ -30,7 +30,7 @@ from megatron_fp8_dist.sharding.expand import ComponentShard, values_of
 from megatron_fp8_dist.sharding.load_plan import LoadPlan, Outcome, expand_for_load, finish_plan, plan_tasks
 from megatron_fp8_dist.sharding.manifest import Manifest, build_manifest, check_against_index, metadata_digest
 from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
-from tests.elementwise import Bits, Bytes, Elements, conform, float_bits, raw, starts
+from tests.elementwise import Bits, Bytes, Elements, component_bytes, conform, float_bits, raw, scaled, starts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -126,7 +126,7 @@ class Weight:
 
     def local(self, array: NDArray[Any], index: Index, place: Place) -> NDArray[Any]:
         """What a rank holds of one layer of an array that belongs to this weight."""
-        whole = array[index]
+        whole: NDArray[Any] = array[index]
         return whole[np.ix_(*cut_indices(self.cut, whole.shape, place.tp, place.layout.tp))]
 
     def elements(self, index: Index, place: Place) -> Elements:
@@ -140,7 +140,7 @@ class Weight:
         if scheme is None:
             return torch.from_numpy(self.local(self.plain, index, place)).to(torch.bfloat16)
         elements = self.elements(index, place)
-        components = {}
+        components: dict[str, torch.Tensor] = {}
         for spec in scheme.directions:
             edges = destination_edges(scheme, spec, elements.codes.shape)
             values = elements.scale[np.ix_(*(e[:-1] for e in edges))].view(np.float32)
@@ -158,9 +158,7 @@ class Model:
 
     def with_schemes(self, *schemes: Scheme | None) -> Model:
         """The same model with other schemes for its quantized weights, layer by layer."""
-        return replace(
-            self, weights=tuple(w if w.cut == "norm" else replace(w, schemes=schemes) for w in self.weights)
-        )
+        return replace(self, weights=tuple(w if w.cut == "norm" else replace(w, schemes=schemes) for w in self.weights))
 
 
 E4M3 = Scheme("per_tensor", "E4M3")
@@ -271,7 +269,7 @@ def build(model: Model, layout: Layout, *, empty: bool = False) -> list[Rank]:
                 if place.holds(index, held.stack):
                     name = f"{held.name}.{'.'.join(map(str, index))}"
                     tensor = held.tensor(index, place)
-                    rank.tensors[name] = blank(tensor) if empty else tensor
+                    rank.tensors[name] = torch.nn.Parameter(blank(tensor) if empty else tensor)
                     rank.state_dict[name] = entry(held, index, place, rank.tensors[name], model.stacked)
                     rank.origins[name] = held, index
         ranks.append(rank)
@@ -310,7 +308,7 @@ def save(ranks: Sequence[Rank], backend: Backend, directory: Path) -> Manifest:
     problems += [p for number, rank in enumerate(ranks) for p in check_replicas(rank.state_dict, infos, number)]
     refuse(problems)
     expansions = [expand_for_save(rank.state_dict, mixed) for rank in ranks]
-    refuse([p for expanded in expansions for p in rehearse(expanded)])
+    refuse([p for expanded in expansions for p in rehearse(expanded)[1]])
     records = []
     for expanded in expansions:
         apply_factories(expanded)
@@ -365,13 +363,6 @@ def load(
         rank.loaded = apply_factory_merges(backend.load(leaves, directory), factories)
 
 
-def load_state_dict(rank: Rank) -> None:
-    """What a model does with what a load returned."""
-    with torch.no_grad():
-        for name, tensor in rank.tensors.items():
-            tensor.copy_(rank.loaded[name])
-
-
 def check(model: Model, ranks: Sequence[Rank]) -> None:
     """Compare every destination, byte for byte, with the cut of the whole model that was saved."""
     saved = {w.name: w for w in model.weights}
@@ -394,23 +385,18 @@ def check_one(saved: Weight, rank: Rank, name: str, index: Index) -> None:
         values = saved.elements(index, rank.place).values(source.element)
         np.testing.assert_array_equal(raw(rank.loaded[name]), raw(torch.from_numpy(values).to(torch.bfloat16)))
         assert rank.outcomes[name].kind == "dequantized"
-    before = raw_components(tensor)
+    before = component_bytes(tensor)
     with torch.no_grad():
         tensor.copy_(rank.loaded[name])
     if source is not None and isinstance(tensor, BlockScaledTensor):
-        assert raw_components(tensor) == before
+        assert component_bytes(tensor) == before
     elif isinstance(tensor, BlockScaledTensor):
-        assert raw_components(tensor) == raw_components(BlockScaledTensor.quantize(plain, tensor.scheme))
+        assert component_bytes(tensor) == component_bytes(BlockScaledTensor.quantize(plain, tensor.scheme))
 
 
-def raw_components(tensor: torch.Tensor) -> dict[str, bytes]:
-    """Every byte of a parameter."""
-    parts = tensor.components() if isinstance(tensor, BlockScaledTensor) else {"": tensor}
-    return {name: raw(part).tobytes() for name, part in parts.items()}
-
-
-def check_quantized(source: Elements, scheme: Scheme, tensor: BlockScaledTensor, outcome: Outcome) -> None:
+def check_quantized(source: Elements, scheme: Scheme, destination: torch.Tensor, outcome: Outcome) -> None:
     """Compare a quantized destination with the model's answer, and what the plan said of it."""
+    tensor = scaled(destination)
     spec = tensor.scheme.directions[0]
     blocks = tensor.scheme.block(spec.scale, 2)
     codes, values, count = conform(source, scheme.element, tensor.scheme.element, blocks)

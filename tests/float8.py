@@ -65,7 +65,8 @@ class Format:
     def spacing(self, codes: NDArray[np.uint8]) -> NDArray[np.float64]:
         """Distance between neighbouring values in the binade of each code."""
         exponent = np.maximum((codes & 0x7F) >> self.mantissa_bits, 1).astype(np.int64)
-        return np.exp2((exponent - self.bias - self.mantissa_bits).astype(np.float64))
+        spacing: NDArray[np.float64] = np.ldexp(1.0, exponent - self.bias - self.mantissa_bits)
+        return spacing
 
 
 FORMATS = {
@@ -75,7 +76,7 @@ FORMATS = {
 
 
 def scale_from_amax(amax: np.float32, element: str) -> np.float32:
-    """Transformer Engine's rule: largest / amax in float32, its overflow the largest float32; 1 where amax is unusable."""
+    """Transformer Engine's rule: largest / amax in float32, at most the largest float32; 1 where amax is unusable."""
     if not np.isfinite(amax) or amax == 0:
         return np.float32(1)
     with np.errstate(over="ignore"):

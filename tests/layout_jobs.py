@@ -1,4 +1,4 @@
-"""What the ranks of the layout tests do: build, save and load the toy, or a Megatron GPT, at their place of a layout."""
+"""What the ranks of the layout tests do: save and load the toy, or a Megatron GPT, at their place of a layout."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_fp8_dist import expand_quantized, last_report, load, save
+from megatron_fp8_dist.errors import PlanningError
 from tests import toy_model
 from tests.toy_model import Layout, Weight
 
@@ -36,7 +37,9 @@ def report() -> dict[str, Any]:
     return found.to_dict()
 
 
-def save_toy(directory: str, kind: str, layout: Layout, stacked: bool = True, high_precision: tuple[int, ...] = ()) -> None:
+def save_toy(
+    directory: str, kind: str, layout: Layout, stacked: bool = True, high_precision: tuple[int, ...] = ()
+) -> None:
     """Save the toy."""
     model = toy_model.Toy(kind, layout.place(dist.get_rank()), high_precision=high_precision)
     save(model.sharded_state_dict(stacked), directory)
@@ -51,11 +54,12 @@ def load_toy(
     return Loaded(model.wrong(high_precision), report())
 
 
-def expand_in_a_group(directory: str, kind: str) -> tuple[set[str], dict[str, Any]] | None:
+def expand_in_a_group(directory: str, kind: str) -> tuple[set[str], dict[str, Any], tuple[int, ...]] | None:
     """Ranks 2 and 3 of four, which are 0 and 1 in a group of their own, expand for a save and for a load.
 
     Returns:
-        The keys that a save would write, and the plan's report; None on the ranks outside of the group.
+        The keys that a save would write, the plan's report, and the ranks that an error of rank 3 alone names; None on
+        the ranks outside of the group.
     """
     members = [2, 3]
     group = dist.new_group(members)
@@ -69,7 +73,14 @@ def expand_in_a_group(directory: str, kind: str) -> tuple[set[str], dict[str, An
     keys = {leaf.key for leaf in nested_values({"built": built})}
     wanted = toy_model.Toy(kind, place, blank=True, high_precision=(2, 3))
     expand_quantized(wanted.sharded_state_dict(), checkpoint_dir=directory, process_group=group)
-    return keys, report()
+    planned = report()
+    weight = toy_model.quantized(kind, torch.zeros(2, 2, dtype=torch.uint8), 1.0)
+    loose = {"loose": weight} if dist.get_rank() == members[1] else {}
+    try:
+        expand_quantized(wanted.sharded_state_dict() | loose, process_group=group)
+    except PlanningError as e:
+        return keys, planned, e.problems[0].ranks
+    raise AssertionError("no error")
 
 
 HIDDEN = 32

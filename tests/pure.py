@@ -14,7 +14,7 @@ from tests import toyschemes
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch on one thread: on small tensors the other threads are waited for, not used, the more so on a busy machine."""
+    """One thread for torch: small tensors do not use the others, they wait for them, long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,10 @@ from megatron_fp8_dist import (
     read_manifest,
     save,
 )
+from megatron_fp8_dist.compat.host import HOST_VERSION
 from megatron_fp8_dist.errors import IncompleteCheckpointError, ManifestError, PlanningError, StorageError
 from tests import damage, no_cuda, toy_model
 from tests.damage import MANIFEST
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = [
     pytest.mark.usefixtures("single"),
@@ -141,9 +140,7 @@ DAMAGED_FILES = [
     Case("NaN", _scale(math.nan), PlanningError, f"{SCALE}[0, 0, 0]", "scale nan"),
     Case("infinite", _scale(math.inf), PlanningError, f"{SCALE}[0, 0, 0]", "scale inf"),
     Case("negative", _scale(-0.5), PlanningError, f"{SCALE}[0, 0, 0]", "scale -0.5"),
-    Case(
-        "no data file", lambda d: damage.data_file(d).unlink(), ManifestError, "__0_0.distcp", "no such file"
-    ),
+    Case("no data file", lambda d: damage.data_file(d).unlink(), ManifestError, "__0_0.distcp", "no such file"),
     Case(
         "data file cut short",
         lambda d: damage.cut(damage.data_file(d), 0.5),
@@ -240,9 +237,10 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
 
 def one(weight: toy_model.Weight, codes: torch.Tensor, element: str = "E4M3") -> tuple[torch.nn.Module, dict[str, Any]]:
     """A model of one parameter in layer 0, and its entry."""
+    parameter = toy_model.quantized("block_scaled", codes, 1.0, element)
     model = torch.nn.Module()
-    model.register_parameter("weight", toy_model.quantized("block_scaled", codes, 1.0, element))
-    return model, {"weight": toy_model.entry(model.weight, weight, PLACE, 0)}
+    model.register_parameter("weight", parameter)
+    return model, {"weight": toy_model.entry(parameter, weight, PLACE, 0)}
 
 
 def test_destinations_that_do_not_fit(checkpoint: Path) -> None:
@@ -278,11 +276,21 @@ def test_a_parameter_that_the_checkpoint_does_not_hold(checkpoint: Path) -> None
     model, entries = one(toy_model.QUANTIZED[0], torch.zeros(24, 16, dtype=torch.uint8))
     entries["weight"].key = "student.weight"
     before = bytes_of(model)
-    with pytest.raises(FP8CheckpointError, match="student.weight") as caught:
+    with pytest.raises(FP8CheckpointError, match=r"student\.weight") as caught:
         load(entries, checkpoint)
     assert bytes_of(model) == before
     # load() has expanded the state dict: advice to do so would send the user the wrong way.
     assert "expand" not in str(caught.value)
+
+
+def test_a_parameter_that_megatron_does_not_merge_is_noticed(tmp_path: Path) -> None:
+    # Megatron splits a list into entries and common state, and joins the halves again by position.
+    weight = toy_model.quantized("block_scaled", torch.arange(16).to(torch.uint8).reshape(4, 4), 0.5)
+    save({"list": [ShardedTensor.from_rank_offsets("student.weight", weight), {"step": 3}]}, tmp_path)
+    blank_weight = toy_model.quantized("block_scaled", torch.zeros(4, 4, dtype=torch.uint8), 1.0)
+    entries = {"list": [ShardedTensor.from_rank_offsets("student.weight", blank_weight), {"step": 0}]}
+    with pytest.raises(StorageError, match=r"student\.weight"):
+        load(entries, tmp_path)
 
 
 BAD_ENTRIES: dict[str, tuple[Any, str]] = {
@@ -290,14 +298,17 @@ BAD_ENTRIES: dict[str, tuple[Any, str]] = {
     "plain key with a suffix": (("plain", SCALE), SCALE),
     "loose quantized tensor": (("loose", ""), "(state dict)"),
     "quantized tensor in an object": (("object", "extra"), "extra"),
+    # Megatron does not look into tuples: it would pickle the tensor as common state.
+    "quantized entry in a tuple": (("tuple", "student.weight"), "student.weight"),
 }
 
 
 def bad_entry(how: str, key: str) -> Any:
     """A value that must not be saved."""
     weight = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
-    if how == "quantized":
-        return ShardedTensor.from_rank_offsets(key, weight)
+    if how in {"quantized", "tuple"}:
+        entry = ShardedTensor.from_rank_offsets(key, weight)
+        return entry if how == "quantized" else (entry,)
     if how == "plain":
         return ShardedTensor.from_rank_offsets(key, torch.zeros(2, 2))
     return weight if how == "loose" else ShardedObject(key, {"deep": [weight]}, (1,), (0,))
@@ -338,8 +349,16 @@ CRASH_POINTS = {
 }
 
 
+def save_by(means: str, entries: Any, directory: Path) -> None:
+    """Save by our save(), or by stock's with our strategy."""
+    if means == "ours":
+        save(entries, directory)
+    else:
+        dist_checkpointing.save(expand_quantized(entries), str(directory), FP8SaveShardedStrategy())
+
+
 @pytest.mark.parametrize("point", CRASH_POINTS)
-@pytest.mark.parametrize(("by", "older"), [("save", False), ("save", True), ("strategy", True)])
+@pytest.mark.parametrize(("by", "older"), [("ours", False), ("ours", True), ("stock", True)])
 def test_an_interrupted_save_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, by: str, older: bool
 ) -> None:
@@ -349,12 +368,10 @@ def test_an_interrupted_save_is_refused(
     if older:
         save(toy_model.Toy("block_scaled", PLACE, high_precision=(1,)).sharded_state_dict(), tmp_path)
     entries = toy_model.Toy("block_scaled", PLACE).sharded_state_dict()
-    with monkeypatch.context() as patch, pytest.raises((PowerCut, StorageError)):
+    with monkeypatch.context() as patch:
         patch.setattr(CRASH_POINTS[point], cut)
-        if by == "save":
-            save(entries, tmp_path)
-        else:
-            dist_checkpointing.save(expand_quantized(entries), str(tmp_path), FP8SaveShardedStrategy())
+        with pytest.raises((PowerCut, StorageError)):
+            save_by(by, entries, tmp_path)
 
     model = blank()
     error = refused_load(model, model.sharded_state_dict(), tmp_path, IncompleteCheckpointError)
@@ -367,6 +384,18 @@ def test_an_interrupted_save_is_refused(
 
     save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path)
     load(model.sharded_state_dict(), tmp_path)
+    assert model.wrong() == []
+
+
+def test_an_async_save_over_an_older_checkpoint_is_refused_until_it_is_finalized(checkpoint: Path) -> None:
+    choice: dict[str, Any] = {"async_strategy": "mcore"} if HOST_VERSION.release >= (0, 19) else {}
+    model = blank()
+    with no_cuda.stand_ins():
+        entries = toy_model.Toy("block_scaled", PLACE).sharded_state_dict()
+        request = save(entries, checkpoint, async_sharded_save=True, **choice)
+        refused_load(model, model.sharded_state_dict(), checkpoint, IncompleteCheckpointError)
+        request.execute_sync()
+    load(model.sharded_state_dict(), checkpoint)
     assert model.wrong() == []
 
 

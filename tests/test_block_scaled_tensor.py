@@ -6,8 +6,7 @@ import copy
 import io
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,19 @@ from megatron_fp8_dist.quantized.grid import Grid
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor, Direction, assemble, join
 from tests import toyschemes
-from tests.elementwise import Elements, conform, elements_of, error_in_bound, float_bits, joined, raw, same, windows
+from tests.elementwise import (
+    Elements,
+    component_bytes,
+    conform,
+    elements_of,
+    error_in_bound,
+    float_bits,
+    joined,
+    raw,
+    same,
+    scaled,
+    windows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,13 +60,8 @@ def make(name: str, shape: Sequence[int] = SHAPE, element: str = "E4M3", seed: i
     return BlockScaledTensor(scheme, directions)
 
 
-def everything(tensor: BlockScaledTensor) -> dict[str, bytes]:
-    """Every component's bytes."""
-    return {name: raw(component).tobytes() for name, component in tensor.components().items()}
-
-
-def pointers(tensor: BlockScaledTensor) -> dict[str, int]:
-    return {name: component.data_ptr() for name, component in tensor.components().items()}
+def pointers(tensor: torch.Tensor) -> dict[str, int]:
+    return {name: component.data_ptr() for name, component in scaled(tensor).components().items()}
 
 
 Operation = Callable[[torch.Tensor], Any]
@@ -70,6 +76,12 @@ CUTS: dict[str, Operation] = {
     "slice both axes": lambda t: t[2:7, 3:],
     "slice from the end": lambda t: t[-3:],
     "slice past the end": lambda t: t[6:100],
+    "select": lambda t: t[3],
+    "select from the end": lambda t: t.select(0, -2),
+    "select a column": lambda t: t[:, 5],
+    "select an element": lambda t: t[3, 5],
+    "unbind": torch.Tensor.unbind,
+    "unbind columns": lambda t: t.unbind(-1),
     "chunk": lambda t: t.chunk(2),
     "chunk unevenly": lambda t: t.chunk(3, dim=0),
     "chunk columns": lambda t: torch.chunk(t, 5, dim=1),
@@ -197,6 +209,8 @@ ORIGINS: dict[str, tuple[Callable[[BlockScaledTensor], Any], tuple[int, ...]]] =
     "second chunk": (lambda t: t.chunk(2)[1], (4, 0)),
     "last split": (lambda t: t.split([1, 5, 2])[2], (6, 0)),
     "column chunk": (lambda t: t.chunk(3, dim=1)[2], (0, 8)),
+    "select": (lambda t: t[3:, 2:][4], (2,)),
+    "select a column": (lambda t: t[3:, 2:][:, 4], (3,)),
     "unsqueeze": (lambda t: t[5:].unsqueeze(0), (0, 5, 0)),
     "view": (lambda t: t[5:, 4:].view(3, 1, 8, 1), (5, 0, 4, 0)),
     "squeeze": (lambda t: t[2:, 4:].unsqueeze(1).squeeze(1), (2, 4)),
@@ -235,6 +249,35 @@ def test_cat_with_a_plain_tensor_is_plain() -> None:
     np.testing.assert_array_equal(raw(torch.cat([a, b])), raw(torch.cat([a.dequantize(), b])))
 
 
+MISTAKES: dict[str, Operation] = {
+    "select past the end": lambda t: torch.select(t, 0, 8),
+    "select before the start": lambda t: torch.select(t, 0, -9),
+    "select of nothing": lambda t: torch.select(t[:0], 0, 0),
+    "index past the end": lambda t: t[8],
+    "narrow past the end": lambda t: t.narrow(0, 5, 4),
+    "no such axis": lambda t: t.narrow(2, 0, 1),
+    "no such axis to chunk": lambda t: t.chunk(2, dim=2),
+    "no such axis to unsqueeze": lambda t: t.unsqueeze(4),
+    "no such axis to squeeze": lambda t: t.squeeze(2),
+    "no such axis to unbind": lambda t: t.unbind(2),
+    "sizes that are too small": lambda t: t.split([3, 4]),
+    "sizes that are too large": lambda t: t.split([3, 6]),
+    "a size below zero": lambda t: t.split([-1, 9]),
+    "split of size 0": lambda t: t.split(0),
+    "view of another size": lambda t: t.view(7, 12),
+    "cat of other widths": lambda t: torch.cat([t, t[:, :3]]),
+    "no such axis to cat": lambda t: torch.cat([t, t], 2),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistakes_are_errors_as_on_any_tensor(mistake: Operation) -> None:
+    with pytest.raises((RuntimeError, IndexError)):
+        mistake(torch.zeros(SHAPE))
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        mistake(make("per_tensor"))
+
+
 # A module's life
 
 
@@ -261,7 +304,7 @@ def test_load_state_dict_writes_bytes_in_place(name: str) -> None:
     module = module_with(destination)
     before = pointers(destination)
     module.load_state_dict({"weight": source})
-    assert everything(module.weight) == everything(source)
+    assert component_bytes(module.weight) == component_bytes(source)
     assert pointers(module.weight) == before
 
 
@@ -279,19 +322,19 @@ MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
 @pytest.mark.usefixtures("no_arithmetic")
 def test_module_moves_keep_bytes(name: str, move: Callable[[torch.nn.Module], Any]) -> None:
     tensor = make(name)
-    before = everything(tensor)
+    before = component_bytes(tensor)
     module = module_with(tensor)
     move(module)
     assert isinstance(module.weight, BlockScaledTensor)
     assert isinstance(module.weight, torch.nn.Parameter)
-    assert everything(module.weight) == before
+    assert component_bytes(module.weight) == before
 
 
 @pytest.mark.usefixtures("no_arithmetic")
 def test_module_to_meta_moves_codes_and_scales() -> None:
     module = module_with(make("toy_block")).to("meta")
     assert module.weight.device.type == "meta"
-    assert {c.device.type for c in module.weight.components().values()} == {"meta"}
+    assert {c.device.type for c in scaled(module.weight).components().values()} == {"meta"}
 
 
 @pytest.mark.usefixtures("no_arithmetic")
@@ -299,7 +342,7 @@ def test_deepcopy_of_a_module() -> None:
     tensor = make("toy_block")
     again = copy.deepcopy(module_with(tensor))
     assert isinstance(again.weight, torch.nn.Parameter)
-    assert everything(again.weight) == everything(tensor)
+    assert component_bytes(again.weight) == component_bytes(tensor)
 
 
 @pytest.mark.usefixtures("no_arithmetic")
@@ -314,23 +357,23 @@ def test_assigning_plain_data_quantizes_it() -> None:
     parameter = torch.nn.Parameter(BlockScaledTensor.quantize(torch.randn(4, 6), Scheme("per_tensor", "E4M3")))
     values = torch.randn(4, 6, dtype=torch.bfloat16)
     parameter.data = values
-    assert everything(parameter) == everything(BlockScaledTensor.quantize(values, parameter.scheme))
+    assert component_bytes(parameter) == component_bytes(BlockScaledTensor.quantize(values, scaled(parameter).scheme))
 
 
 @each_scheme
 @pytest.mark.parametrize("parameter", [False, True])
 @pytest.mark.usefixtures("no_arithmetic")
 def test_pickle_keeps_bytes(name: str, parameter: bool) -> None:
-    tensor = make(name)[2:]
+    tensor = scaled(make(name)[2:])
     if parameter:
-        tensor = torch.nn.Parameter(tensor)
+        tensor = scaled(torch.nn.Parameter(tensor))
     file = io.BytesIO()
     torch.save(tensor, file)
     file.seek(0)
     for again in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(tensor))):
         assert type(again) is BlockScaledTensor
         assert isinstance(again, torch.nn.Parameter) == parameter
-        assert everything(again) == everything(tensor)
+        assert component_bytes(again) == component_bytes(tensor)
         assert (again.scheme, again.dtype, again.origin) == (tensor.scheme, tensor.dtype, tensor.origin)
 
 
@@ -373,7 +416,7 @@ def test_in_place_writes_quantize_in_place(scheme: str, write: Operation) -> Non
     expected = OTHER.float() * 1.001 if write is WRITES["copy_ of float32"] else values
     write(values)
     write(tensor)
-    assert everything(tensor) == everything(BlockScaledTensor.quantize(expected, tensor.scheme))
+    assert component_bytes(tensor) == component_bytes(BlockScaledTensor.quantize(expected, tensor.scheme))
     assert pointers(tensor) == before
 
 
@@ -398,27 +441,53 @@ def test_copy_into_a_plain_tensor() -> None:
     np.testing.assert_array_equal(raw(destination), raw(source.dequantize().float()))
 
 
-@pytest.mark.parametrize("write", ["zero_", "copy_", "mul_", "add_"])
+PARTS: dict[str, Operation] = {
+    "slice": lambda t: t[:4],
+    "columns": lambda t: t[:, 4:8],
+    "row": lambda t: t[3],
+    "chunk": lambda t: t.chunk(2)[0],
+    "part of a view": lambda t: t.unsqueeze(0)[:, :4],
+    "view of a part": lambda t: t[:4].unsqueeze(0),
+    "detached part": lambda t: t[:4].detach(),
+    "data of a part": lambda t: t[:4].data,
+}
+PART_WRITES: dict[str, Operation] = {
+    "zero_": lambda t: t.zero_(),
+    "copy_": lambda t: t.copy_(torch.ones(t.shape)),
+    "mul_": lambda t: t.mul_(30.0),
+    "foreach": lambda t: torch._foreach_add_([t], 9.0),
+    "out=": lambda t: torch.neg(t.dequantize(), out=t),
+}
+
+
 @pytest.mark.parametrize("scheme", ["per_tensor", "toy_block"])
-def test_writing_through_a_cut_leaves_the_rest_alone(scheme: str, write: str) -> None:
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS.keys())
+@pytest.mark.parametrize("write", PART_WRITES.values(), ids=PART_WRITES.keys())
+def test_writing_to_a_part_is_refused(scheme: str, part: Operation, write: Operation) -> None:
+    # A part shares its scales with the rest, which a new scale would change.
     tensor = quantized(scheme)
-    rest = tensor.dequantize()[2:]
-    cut = tensor[:2]
-    arguments = {"zero_": [], "copy_": [OTHER[:2]], "mul_": [30.0], "add_": [OTHER[:2]]}[write]
-    # Refusing is right too: one scale holds for both parts.
-    with suppress(ValueError):
-        getattr(cut, write)(*arguments)
-    np.testing.assert_array_equal(raw(tensor.dequantize()[2:]), raw(rest))
+    before = component_bytes(tensor)
+    with pytest.raises(ValueError, match="is a part of another quantized tensor; write the whole one"):
+        write(part(tensor))
+    assert component_bytes(tensor) == before
+
+
+def test_setting_a_part_is_refused() -> None:
+    tensor = quantized()
+    before = component_bytes(tensor)
+    with pytest.raises(ValueError, match="is a part of another quantized tensor"):
+        tensor[2:4] = 0.0
+    assert component_bytes(tensor) == before
 
 
 @pytest.mark.parametrize("copied", ["clone", "deepcopy", "to a copy"])
 def test_a_copy_of_a_cut_is_its_own_to_write(copied: str) -> None:
     tensor = quantized()
-    before = everything(tensor)
+    before = component_bytes(tensor)
     own = EXACT[copied](tensor[:2])
     own.fill_(2)
     np.testing.assert_array_equal(raw(own.dequantize()), raw(torch.full((2, 12), 2, dtype=torch.bfloat16)))
-    assert everything(tensor) == before
+    assert component_bytes(tensor) == before
 
 
 @each_scheme
@@ -427,7 +496,7 @@ def test_write_copies_bytes(name: str) -> None:
     destination, source = make(name, seed=1), make(name, seed=2)
     before = pointers(destination)
     destination.write_(source)
-    assert everything(destination) == everything(source)
+    assert component_bytes(destination) == component_bytes(source)
     assert pointers(destination) == before
 
 
@@ -435,28 +504,28 @@ MISFITS: dict[str, Callable[[], BlockScaledTensor]] = {
     "element": lambda: make("toy_block", element="E5M2", seed=2),
     "scheme": lambda: make("per_tensor", seed=2),
     "shape": lambda: make("toy_block", (8, 16), seed=2),
-    "blocks": lambda: torch.cat([make("toy_block", (2, 12)), make("toy_block", (6, 12))]),  # type: ignore[dict-item]
-    "axes": lambda: make("toy_block", seed=2).unsqueeze(0),  # type: ignore[dict-item]
-    "unit axis": lambda: make("toy_block", seed=2).unsqueeze(-1),  # type: ignore[dict-item]
+    "blocks": lambda: join([make("toy_block", (2, 12)), make("toy_block", (6, 12))], 0),
+    "axes": lambda: scaled(make("toy_block", seed=2).unsqueeze(0)),
+    "unit axis": lambda: scaled(make("toy_block", seed=2).unsqueeze(-1)),
 }
 
 
 @pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS.keys())
 def test_write_of_what_does_not_fit_writes_nothing(misfit: Callable[[], BlockScaledTensor]) -> None:
     destination = make("toy_block", seed=1)
-    before = everything(destination)
+    before = component_bytes(destination)
     with pytest.raises(ValueError, match="cannot write"):
         destination.write_(misfit())
-    assert everything(destination) == before
+    assert component_bytes(destination) == before
 
 
 def test_write_checks_every_direction_before_the_first() -> None:
     destination, source = make("toy_pair", seed=1), make("toy_pair", seed=2)
-    before = everything(destination)
+    before = component_bytes(destination)
     short = {toyschemes.ROWWISE: source.directions[toyschemes.ROWWISE]}
     with pytest.raises(ValueError, match="cannot write"):
         destination.write_(BlockScaledTensor(source.scheme, short))
-    assert everything(destination) == before
+    assert component_bytes(destination) == before
 
 
 # Everything else
@@ -469,7 +538,6 @@ PLAIN: dict[str, Operation] = {
     "permute": lambda t: t.permute(1, 0),
     "matmul": lambda t: t @ torch.ones(12, 3, dtype=torch.bfloat16),
     "sum": lambda t: t.sum(),
-    "index": lambda t: t[3],
     "step": lambda t: t[::2],
     "mask": lambda t: t[torch.tensor([True] * 3 + [False] * 5)],
     "stack": lambda t: torch.stack([t, t]),
@@ -507,7 +575,7 @@ def test_another_dtype_is_dequantized_without_a_detour(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("scheme", ["per_tensor", "toy_block"])
 def test_linear_forward_and_backward(scheme: str) -> None:
     weight = torch.nn.Parameter(quantized(scheme))
-    dense = torch.nn.Parameter(weight.dequantize().detach())
+    dense = torch.nn.Parameter(quantized(scheme).dequantize())
     results = []
     for w in (weight, dense):
         x = torch.linspace(-1, 1, 36, dtype=torch.bfloat16).reshape(3, 12).requires_grad_()
@@ -523,11 +591,11 @@ def test_linear_forward_and_backward(scheme: str) -> None:
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_step_is_quantized_in_place(foreach: bool) -> None:
     weight = torch.nn.Parameter(quantized())
-    before, values = pointers(weight), weight.dequantize()
+    before, values = pointers(weight), quantized().dequantize()
     weight.grad = OTHER.clone()
     torch.optim.SGD([weight], lr=0.5, foreach=foreach).step()
-    expected = BlockScaledTensor.quantize(values.add(OTHER, alpha=-0.5), weight.scheme)
-    assert everything(weight) == everything(expected)
+    expected = BlockScaledTensor.quantize(values.add(OTHER, alpha=-0.5), scaled(weight).scheme)
+    assert component_bytes(weight) == component_bytes(expected)
     assert pointers(weight) == before
 
 
@@ -558,7 +626,10 @@ MALFORMED: dict[str, tuple[Callable[[], Mapping[str, torch.Tensor]], str]] = {
     "no scales": (lambda: {"rowwise_data": torch.zeros(SHAPE, dtype=torch.uint8)}, "rowwise_scale_inv is missing"),
     "codes of another dtype": (lambda: replaced("rowwise_data", torch.zeros(SHAPE)), "uint8, found torch.float32"),
     "scales of another dtype": (lambda: replaced("rowwise_scale_inv", torch.ones(2, 3).half()), "found torch.float16"),
-    "scales of another shape": (lambda: replaced("rowwise_scale_inv", torch.ones(3, 2)), r"found torch.float32 \(3, 2\)"),
+    "scales of another shape": (
+        lambda: replaced("rowwise_scale_inv", torch.ones(3, 2)),
+        r"found torch.float32 \(3, 2\)",
+    ),
 }
 
 
@@ -616,7 +687,7 @@ def test_cut_and_joined_again_is_exact(name: str) -> None:
     assert isinstance(again, BlockScaledTensor)
     conformed, count = again.conform(tensor.scheme)
     assert count == 0
-    assert everything(conformed) == everything(tensor)
+    assert component_bytes(conformed) == component_bytes(tensor)
 
 
 @pytest.mark.usefixtures("no_arithmetic")
@@ -676,9 +747,9 @@ def patchwork(draw: st.DrawFn, schemes: Sequence[str] = ("per_tensor", "toy_bloc
         start = draw(st.integers(0, rows))
         parts.append(part[start : draw(st.integers(start, rows + seed))])
     if draw(st.booleans()):
-        return join([p[:, :columns] for p in parts], 0)
+        return scaled(torch.cat([p[:, :columns] for p in parts]))
     height = min(len(p) for p in parts)
-    return join([p[:height] for p in parts], 1)
+    return scaled(torch.cat([p[:height] for p in parts], 1))
 
 
 @given(source=patchwork(), target=st.sampled_from(["per_tensor", "toy_block", "toy_flat"]), recast=st.booleans())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 import megatron_fp8_dist
+from megatron_fp8_dist.backends.torch_dist import TorchDistBackend
 from megatron_fp8_dist.compat.host import ShardedTensor
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.options import LoadOptions
@@ -25,11 +25,9 @@ from megatron_fp8_dist.quantized.tensor import BlockScaledTensor, join
 from megatron_fp8_dist.report import LoadReport, SaveReport
 from megatron_fp8_dist.sharding.load_plan import Outcome
 from megatron_fp8_dist.sharding.manifest import Manifest, MixedStack
-from tests import toyschemes
-from tests.elementwise import Elements, conform, elements_of, error_in_bound, joined, raw, spread
+from tests.elementwise import Elements, component_bytes, elements_of, error_in_bound, joined, raw, scaled
 from tests.fakeranks import (
     E4M3,
-    CUT_AXIS,
     SHAPES,
     Layout,
     Model,
@@ -41,12 +39,13 @@ from tests.fakeranks import (
     cut_indices,
     load,
     make_model,
-    raw_components,
     save,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from megatron_fp8_dist.sharding.layout import Region
 
 pytest_plugins = ["tests.pure"]
 pytestmark = pytest.mark.usefixtures("one_thread", "toy_schemes")
@@ -130,7 +129,7 @@ def test_strict_bitwise_refuses_before_codes_are_read(source: Layout, target: La
     model, backend, manifest = saved(source, stacked, equal=False)
     backend.reads.clear()
     ranks = build(model, target, empty=True)
-    before = [raw_components(t) for rank in ranks for t in rank.tensors.values()]
+    before = [component_bytes(t) for rank in ranks for t in rank.tensors.values()]
     with pytest.raises(PlanningError) as caught:
         load(ranks, backend, DIRECTORY, manifest, LoadOptions(strict_bitwise=True))
     wanted = {v.key for rank in ranks for n, v in rank.state_dict.items() if "norm" not in n}
@@ -138,7 +137,7 @@ def test_strict_bitwise_refuses_before_codes_are_read(source: Layout, target: La
     assert all("1 block(s)" in p.found for p in caught.value.problems)
     assert backend.reads
     assert backend.code_reads() == []
-    assert [raw_components(t) for rank in ranks for t in rank.tensors.values()] == before
+    assert [component_bytes(t) for rank in ranks for t in rank.tensors.values()] == before
 
 
 @pytest.mark.parametrize(("source", "target"), [(Layout(4, 2), Layout(2)), (Layout(1), Layout(2, 2))], ids=pair_id)
@@ -150,7 +149,9 @@ def test_one_by_one_gives_the_same_bytes(source: Layout, target: Layout) -> None
 
 
 @stacked_or_not
-@pytest.mark.parametrize(("source", "target"), [(Layout(2, dp=2), Layout(1, dp=3)), (Layout(1, dp=2), Layout(2))], ids=pair_id)
+@pytest.mark.parametrize(
+    ("source", "target"), [(Layout(2, dp=2), Layout(1, dp=3)), (Layout(1, dp=2), Layout(2))], ids=pair_id
+)
 def test_data_parallel_replicas(source: Layout, target: Layout, stacked: bool) -> None:
     model, backend = make_model(E4M3, E4M3, stacked=stacked), Recorder()
     manifest = save(build(model, source), backend, DIRECTORY)
@@ -233,16 +234,16 @@ def swiglu_rank(*, empty: bool) -> Rank:
 
 def check_halves(halves: Sequence[BlockScaledTensor], rank: Rank) -> None:
     """The loaded weight is both halves, requantized in one block."""
-    tensor = rank.tensors[SWIGLU]
-    assert isinstance(tensor, BlockScaledTensor)
-    check_quantized(whole_of(halves), E4M3, tensor, rank.outcomes[SWIGLU])
+    check_quantized(whole_of(halves), E4M3, rank.tensors[SWIGLU], rank.outcomes[SWIGLU])
     assert rank.outcomes[SWIGLU].requantized_blocks == 1
 
 
 def test_swiglu_halves_of_unequal_scale_merge_once() -> None:
     halves = [random_shard((8, 8), 1, 0.5), random_shard((8, 8), 2, 0.3)]
     key = "layers.0.swiglu.weight"
-    source = rank_with(**{name: single(key, half, (0, i, 2)) for i, (name, half) in enumerate(zip("wv", halves, strict=True))})
+    source = rank_with(
+        **{name: single(key, half, (0, i, 2)) for i, (name, half) in enumerate(zip("wv", halves, strict=True))}
+    )
     backend = Recorder()
     manifest = save([source], backend, DIRECTORY)
     rank = swiglu_rank(empty=True)
@@ -260,6 +261,27 @@ def test_swiglu_parameter_whose_halves_have_their_own_scales() -> None:
     backend = Recorder()
     load([rank], backend, DIRECTORY, save([source], backend, DIRECTORY))
     check_halves(halves, rank)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_swiglu_halves_under_keys_of_their_own(tp: int) -> None:
+    model, backend = make_model(E4M3, E4M3, shapes={"swiglu": (16, 8)}), Recorder()
+    saving, loading = build(model, Layout(2)), build(model, Layout(tp), empty=True)
+    for rank in (*saving, *loading):
+        for name, (weight, index) in rank.origins.items():
+            if weight.cut == "swiglu":
+                rank.state_dict[name] = own_keys(rank, rank.tensors[name], index[0])
+    manifest = save(saving, backend, DIRECTORY)
+    assert set(manifest.tensors) == {"fc1_w", "fc1_v"}
+    load(loading, backend, DIRECTORY, manifest, LoadOptions(strict_bitwise=True))
+    check(model, loading)
+
+
+def own_keys(rank: Rank, tensor: torch.Tensor, layer: int) -> Any:
+    """A SwiGLU weight of two layers whose halves Megatron stores apart."""
+    layers = ((0, layer, 2),)
+    sharded = single("fc1", tensor, *layers, (1, rank.place.tp, rank.place.layout.tp), prepend_axis_num=1)
+    return apply_swiglu_sharded_factory(sharded, layers, singleton_local_shards=True)
 
 
 # Block schemes: phases and slots
@@ -293,11 +315,13 @@ def uneven(key: str, tensor: torch.Tensor, offset: int, total: int, **more: Any)
     return ShardedTensor(key, tensor, tensor.dtype, shape, (total, *shape[1:]), (offset, 0), None, **more)
 
 
-def whole_of(parts: Sequence[BlockScaledTensor]) -> Elements:
+def whole_of(parts: Sequence[torch.Tensor]) -> Elements:
     return joined([elements_of(p) for p in parts], 0)
 
 
-def save_rows(sizes: Sequence[int], scales: Sequence[float], scheme: Scheme = E4M3) -> tuple[Elements, Recorder, Manifest]:
+def save_rows(
+    sizes: Sequence[int], scales: Sequence[float], scheme: Scheme = E4M3
+) -> tuple[Elements, Recorder, Manifest]:
     parts = [random_shard((s, 8), i, scale, scheme) for i, (s, scale) in enumerate(zip(sizes, scales, strict=True))]
     starts = [0, *itertools.accumulate(sizes)]
     backend = Recorder()
@@ -313,9 +337,7 @@ def load_rows(
     ranks = [rank_with(w=uneven("w", t, o, sum(sizes))) for t, o in zip(shards, starts, strict=False)]
     load(ranks, backend, DIRECTORY, manifest)
     for rank, start, size in zip(ranks, starts, sizes, strict=False):
-        tensor = rank.tensors["w"]
-        assert isinstance(tensor, BlockScaledTensor)
-        check_quantized(whole[slice(start, start + size),], scheme, tensor, rank.outcomes["w"])
+        check_quantized(whole[slice(start, start + size),], scheme, rank.tensors["w"], rank.outcomes["w"])
     return ranks
 
 
@@ -333,6 +355,66 @@ def test_uneven_fragments(sizes: tuple[int, ...], scales: tuple[float, ...]) -> 
 def test_uneven_fragments_of_a_block_scheme(sizes: tuple[int, ...]) -> None:
     scheme = Scheme("toy_block", "E4M3")
     load_rows(*save_rows((5, 3, 8), (0.5, 0.25, 0.3), scheme), sizes, scheme)
+
+
+def layered(tensor: torch.Tensor, layer: int, offset: int, num_layers: int = 2) -> Any:
+    """An uneven fragment of one layer of a stack of 8 columns."""
+    rows, columns = tensor.shape
+    where = (layer, 0, offset)
+    return ShardedTensor("w", tensor, tensor.dtype, (rows, columns), (num_layers, rows, 8), where, None, 0, 1)
+
+
+def columns_of(tensor: torch.Tensor, *sizes: int) -> list[tuple[int, torch.Tensor]]:
+    """(first column, part) of a tensor cut into columns, each part a tensor of its own."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [(o, part.clone()) for o, part in zip(starts, tensor.split(list(sizes), 1), strict=False)]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["stack", "mixed stack"])
+def test_uneven_columns_of_layers(mixed: bool) -> None:
+    layers = [
+        torch.ones(4, 8, dtype=torch.bfloat16) if mixed else random_shard((4, 8), 5, 0.25),
+        random_shard((4, 8), 6, 0.5),
+    ]
+    source = [
+        rank_with(**{str(layer): layered(part, layer, o)})
+        for layer, tensor in enumerate(layers)
+        for o, part in columns_of(tensor, 5, 3)
+    ]
+    backend = Recorder()
+    manifest = save(source, backend, DIRECTORY)
+    assert bool(manifest.mixed) == mixed
+    wanted = columns_of(random_shard((4, 8), 9, 9.0), 2, 6)
+    ranks = [rank_with(w=layered(part, 1, o)) for o, part in wanted]
+    load(ranks, backend, DIRECTORY, manifest, LoadOptions(strict_bitwise=True))
+    assert kinds(ranks) == {"exact"}
+    found = joined([elements_of(part) for _, part in wanted], 1)
+    np.testing.assert_array_equal(found.codes, elements_of(layers[1]).codes)
+    np.testing.assert_array_equal(found.scale, elements_of(layers[1]).scale)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2, 6), (2, 2, 2, 2)], ids=str)
+def test_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    whole = random_shard(shape, 1, 0.5)
+    backend = Recorder()
+    manifest = save([rank_with(w=single("w", whole))], backend, DIRECTORY)
+    parts = [random_shard((shape[0] // 2, *shape[1:]), 9, 9.0) for _ in range(2)]
+    ranks = [rank_with(w=single("w", part, (0, i, 2))) for i, part in enumerate(parts)]
+    load(ranks, backend, DIRECTORY, manifest)
+    assert kinds(ranks) == {"exact"}
+    np.testing.assert_array_equal(whole_of(parts).codes, elements_of(whole).codes)
+    np.testing.assert_array_equal(whole_of(parts).scale, elements_of(whole).scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_high_precision_destination_of_any_dtype(dtype: torch.dtype) -> None:
+    whole = random_shard((4, 8), 1, 0.5)
+    backend = Recorder()
+    manifest = save([rank_with(w=single("w", whole))], backend, DIRECTORY)
+    rank = rank_with(w=single("w", torch.zeros(4, 8, dtype=dtype)))
+    load([rank], backend, DIRECTORY, manifest)
+    expected = torch.from_numpy(elements_of(whole).values("E4M3")).to(dtype)
+    np.testing.assert_array_equal(raw(rank.loaded["w"]), raw(expected))
 
 
 def test_even_fragments_loaded_unevenly() -> None:
@@ -379,10 +461,10 @@ def test_rows_outside_are_zero_and_choose_no_scale(
 ) -> None:
     source = padded(saved_rows, 0, 0.5)
     for i, rank in enumerate(source):
-        rank.tensors["w"].components()["rowwise_scale_inv"].add_(i * scale_step)  # type: ignore[attr-defined]
+        scaled(rank.tensors["w"]).components()["rowwise_scale_inv"].add_(i * scale_step)
     backend = Recorder()
     manifest = save(source, backend, DIRECTORY)
-    stored = whole_of([rank.tensors["w"] for rank in source])  # type: ignore[misc]
+    stored = whole_of([rank.tensors["w"] for rank in source])
     total, wanted = sum(saved_rows), sum(wanted_rows)
     whole = Elements(*(np.zeros((max(total, wanted), 8), d) for d in (np.uint8, np.uint32, np.bool_)))
     whole.codes[:total], whole.scale[:total], whole.known[:total] = stored.codes, stored.scale, stored.known
@@ -390,8 +472,7 @@ def test_rows_outside_are_zero_and_choose_no_scale(
     load(ranks, backend, DIRECTORY, manifest)
     starts = itertools.accumulate(wanted_rows, initial=0)
     for rank, start, size in zip(ranks, starts, wanted_rows, strict=False):
-        tensor = rank.tensors["w"]
-        assert isinstance(tensor, BlockScaledTensor)
+        tensor = scaled(rank.tensors["w"])
         check_quantized(whole[slice(start, start + size),], E4M3, tensor, rank.outcomes["w"])
         if start >= total:
             assert not tensor.components()["rowwise_data"].any()
@@ -445,7 +526,7 @@ def test_mixed_stack(source: Layout, target: Layout) -> None:
         for name, tensor in rank.tensors.items():
             expected = rank.origins[name][0].tensor(rank.origins[name][1], rank.place)
             got = tensor if isinstance(tensor, BlockScaledTensor) else rank.loaded[name]
-            assert raw_components(got) == raw_components(expected)
+            assert component_bytes(got) == component_bytes(expected)
 
 
 @pytest.mark.parametrize(("source", "target"), DEPTHS, ids=pair_id)
@@ -487,7 +568,7 @@ def test_a_changed_set_is_not_bitwise(after: tuple[Scheme | None, ...]) -> None:
 def test_another_element_format_is_refused_unless_it_is_allowed() -> None:
     model = make_model(E4M3, E4M3, finite=True)
     wanted = model.with_schemes(E5M2, E5M2)
-    with pytest.raises(PlanningError, match="found E4M3 codes.*expected E5M2 codes.*allow_recast=True"):
+    with pytest.raises(PlanningError, match=r"found E4M3 codes.*expected E5M2 codes.*allow_recast=True"):
         through(model, Layout(1), Layout(1), wanted=wanted)
     ranks = through(model, Layout(2), Layout(1, 2), wanted=wanted, allow_recast=True)
     assert kinds(ranks) == {"requantized"}
@@ -497,7 +578,7 @@ def test_a_layer_that_was_not_saved_is_a_problem() -> None:
     backend = Recorder()
     manifest = save(build(make_model(*MIXED), Layout(1)), backend, DIRECTORY)
     ranks = build(make_model(*MIXED, E4M3), Layout(1), empty=True)
-    with pytest.raises(PlanningError, match="layers.column.weight: found layer 4 wanted, expected one of the 4 layers"):
+    with pytest.raises(PlanningError, match=r"layers\.column\.weight: found 4 layers saved, expected 5 layers"):
         load(ranks, backend, DIRECTORY, manifest)
 
 
@@ -561,13 +642,13 @@ def test_experts_and_layers_prepended(
 # At random
 
 
-layouts = st.builds(
-    Layout, tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2])
-)
+layouts = st.builds(Layout, tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2]))
 any_schemes = st.lists(st.sampled_from([None, E4M3, E5M2]), min_size=4, max_size=4)
 
 
-@given(source=layouts, target=layouts, before=any_schemes, after=any_schemes, stacked=st.booleans(), equal=st.booleans())
+@given(
+    source=layouts, target=layouts, before=any_schemes, after=any_schemes, stacked=st.booleans(), equal=st.booleans()
+)
 def test_any_layout_and_schemes(
     source: Layout, target: Layout, before: list[Scheme | None], after: list[Scheme | None], stacked: bool, equal: bool
 ) -> None:
@@ -592,7 +673,7 @@ def test_any_uneven_fragments(data: st.DataObject, scheme: str) -> None:
 # The same through files, and the public calls
 
 
-def together(ranks: Sequence[Rank], *, loading: bool = False) -> dict[str, Any]:
+def together(ranks: Sequence[Rank]) -> dict[str, Any]:
     """All ranks' entries in one state dict of one process.
 
     Megatron does not take a plain tensor twice under one key from one process, so replicas of those are left out.
@@ -672,8 +753,8 @@ def test_rows_outside_through_files(tmp_path: Path) -> None:
     megatron_fp8_dist.save({str(i): r.state_dict["w"] for i, r in enumerate(source)}, tmp_path)
     ranks = padded((4, 4, 4, 4), 50, 9.0)
     megatron_fp8_dist.load({str(i): r.state_dict["w"] for i, r in enumerate(ranks)}, tmp_path)
-    found = whole_of([r.tensors["w"] for r in ranks])  # type: ignore[misc]
-    expected = whole_of([r.tensors["w"] for r in source])  # type: ignore[misc]
+    found = whole_of([r.tensors["w"] for r in ranks])
+    expected = whole_of([r.tensors["w"] for r in source])
     np.testing.assert_array_equal(found.codes[:12], expected.codes)
     np.testing.assert_array_equal(found.codes[12:], 0)
     assert (found.scale[12:] == np.float32(1).view(np.uint32)).all()
@@ -685,11 +766,14 @@ def test_strict_bitwise_through_files_reads_no_codes(tmp_path: Path, monkeypatch
     megatron_fp8_dist.save(together(build(model, Layout(2))), tmp_path)
     ranks = build(model, Layout(1), empty=True)
     read: list[str] = []
-    from megatron_fp8_dist.backends.torch_dist import TorchDistBackend
-
     stock = TorchDistBackend.read
-    monkeypatch.setattr(TorchDistBackend, "read", lambda s, d, r: (read.extend(x.key for x in r), stock(s, d, r))[1])
-    with pytest.raises(PlanningError, match="layers.swiglu.weight"):
+
+    def note(backend: TorchDistBackend, directory: Path, regions: Sequence[Region]) -> list[torch.Tensor]:
+        read.extend(region.key for region in regions)
+        return stock(backend, directory, regions)
+
+    monkeypatch.setattr(TorchDistBackend, "read", note)
+    with pytest.raises(PlanningError, match=r"layers\.swiglu\.weight"):
         megatron_fp8_dist.load(together(ranks), tmp_path, options=LoadOptions(strict_bitwise=True))
     assert read
     assert all(key.endswith("scale_inv") for key in read)

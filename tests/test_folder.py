@@ -7,7 +7,8 @@ import pickletools
 import subprocess
 import sys
 import zipfile
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +17,6 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 from megatron_fp8_dist import FP8CheckpointError, last_report, load, read_manifest, save
 from tests import damage, no_cuda, toy_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("single")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,8 @@ from megatron_fp8_dist import LoadOptions, last_report, load, read_manifest, sav
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from tests import layout_jobs, toy_model
+from tests.rankpool import RankPool
 from tests.toy_model import Layout
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.rankpool import RankPool
 
 JOBS = layout_jobs.__name__
 KINDS = ["block_scaled", pytest.param("float8", marks=pytest.mark.te)]
@@ -69,15 +66,15 @@ def test_a_mixed_stack_with_one_layer_per_rank(ranks: RankPool, tmp_path: Path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_expand_among_themselves(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     ranks.run(f"{JOBS}:save_toy", str(tmp_path), kind, Layout(tp=4))
-    outside, inside = (lambda r: (r[:2], r[2:]))(ranks.run(f"{JOBS}:expand_in_a_group", str(tmp_path), kind))
+    *outside, (first, plan, named), (second, *_) = ranks.run(f"{JOBS}:expand_in_a_group", str(tmp_path), kind)
     assert outside == [None, None]
-    (first, plan), (second, _) = inside
     key = "decoder.layers.qkv.weight"
     assert {k for k in first if k.startswith(key)} == {
         f"{key}.layer_{layer}.{component}" for layer in (0, 1) for component in ("rowwise_data", "rowwise_scale_inv")
     }
     assert {k for k in second if k.startswith(key)} == {f"{key}.layer_2", f"{key}.layer_3"}
     assert (plan["exact"], plan["dequantized"]) == (NUM_QUANTIZED * 2, NUM_QUANTIZED * 2)
+    assert named == (3,)
 
 
 @pytest.mark.usefixtures("single")

@@ -27,7 +27,6 @@ from megatron_fp8_dist.sharding.manifest import (
     check_against_index,
     metadata_digest,
 )
-from tests import toyschemes
 
 pytest_plugins = ["tests.pure"]
 pytestmark = pytest.mark.usefixtures("one_thread", "toy_schemes")
@@ -65,7 +64,7 @@ def test_round_trip_of_nothing() -> None:
 
 def test_the_text_does_not_depend_on_the_order_of_keys() -> None:
     first = manifest()
-    turned = replace(first, tensors=dict(reversed(first.tensors.items())))
+    turned = replace(first, tensors={key: first.tensors[key] for key in reversed(list(first.tensors))})
     assert turned.dumps() == first.dumps()
 
 
@@ -95,7 +94,7 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "version that equals 1": (lambda d: d.update(version=True), r"format version True"),
     "digest of another type": (lambda d: d.update(digest=7), r"digest: found 7"),
     "writer of another type": (lambda d: d.update(writer=[]), r"writer: found \[\]"),
-    "writer's version of another type": (lambda d: d["writer"].update(torch=2), r"writer.*torch.*found 2"),
+    "writer's version of another type": (lambda d: d["writer"].update(torch=2), r"writer: found .*'torch': 2"),
     "tensors of another type": (lambda d: d.update(tensors=[]), r"tensors: found \[\], expected an object"),
     "entry of another type": (lambda d: d["tensors"].update(even=3), r"even: found 3, expected an object"),
     "unknown scheme": (lambda d: tensor(d, "even")["scheme"].update(name="x"), r"even -> scheme: .*'x'"),
@@ -116,7 +115,10 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
     "shape of another type": (lambda d: tensor(d, "even").update(global_shape="8x6"), r"even -> global_shape"),
     "negative shape": (lambda d: tensor(d, "even").update(global_shape=[-8, 6]), r"even -> global_shape"),
     "fraction in a shape": (lambda d: tensor(d, "even").update(global_shape=[8.0, 6]), r"even -> global_shape"),
-    "too many prepended axes": (lambda d: tensor(d, "even").update(prepended_axes=3), r"even -> prepended_axes: found 3"),
+    "too many prepended axes": (
+        lambda d: tensor(d, "even").update(prepended_axes=3),
+        r"even -> prepended_axes: found 3",
+    ),
     "prepended axes at odds with the scheme": (
         lambda d: tensor(d, "blocks").update(prepended_axes=2),
         r"blocks -> prepended_axes: found 2",
@@ -139,7 +141,10 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
         r"even -> phases -> axis 1: .*fragments of 6 that fill 6",
     ),
     "phases of another rank": (lambda d: tensor(d, "even")["phases"].pop(), r"even -> phases: .*a list of 2 lists"),
-    "run that is no pair": (lambda d: tensor(d, "even")["phases"].__setitem__(0, [[2]]), r"even -> phases: found \[2\]"),
+    "run that is no pair": (
+        lambda d: tensor(d, "even")["phases"].__setitem__(0, [[2]]),
+        r"even -> phases: found \[2\]",
+    ),
     "fragment out of range": (
         lambda d: tensor(d, "uneven")["fragments"][2].update(offset=[9, 0]),
         r"uneven -> fragments -> 2: found offset \(9, 0\).*inside \(16, 4\)",
@@ -157,7 +162,10 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
         lambda d: tensor(d, "uneven")["fragments"][0].pop("phase"),
         r"uneven -> fragments -> 0: found fields offset, shape",
     ),
-    "fragments of another type": (lambda d: tensor(d, "uneven").update(fragments={}), r"uneven -> fragments: found \{\}"),
+    "fragments of another type": (
+        lambda d: tensor(d, "uneven").update(fragments={}),
+        r"uneven -> fragments: found \{\}",
+    ),
     "mixed stack without its layer": (
         lambda d: d["tensors"].pop("mixed.layer_1"),
         r"mixed_stacks -> mixed: found no tensor mixed.layer_1",
@@ -166,7 +174,10 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
         lambda d: d["mixed_stacks"]["mixed"].update(num_layers=1),
         r"mixed_stacks -> mixed: found 1, expected a number of layers above",
     ),
-    "mixed stack of another type": (lambda d: d["mixed_stacks"].update(mixed=[1]), r"mixed_stacks -> mixed: found \[1\]"),
+    "mixed stack of another type": (
+        lambda d: d["mixed_stacks"].update(mixed=[1]),
+        r"mixed_stacks -> mixed: found \[1\]",
+    ),
     "mixed stack without a field": (
         lambda d: d["mixed_stacks"]["mixed"].pop("quantized"),
         r"mixed_stacks -> mixed: found fields num_layers",
@@ -230,7 +241,9 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 17) | st.floats(-2, 17) | st.text(max_size=3) | st.just("bfloat16"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "offset", "x"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "offset", "x"]), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -272,8 +285,8 @@ def index_of(described: Manifest) -> dict[str, StoredTensor]:
     for key, entry in described.tensors.items():
         for stored, component, shape in entry.stored(key):
             dtype = torch.float32 if component == SCALE else torch.uint8
-            rows = range(0, shape[0], max(1, shape[0] // 2))
-            chunks = tuple(Box((r, *[0] * (len(shape) - 1)), (max(1, shape[0] // 2), *shape[1:])) for r in rows)
+            whole = Box((0,) * len(shape), shape)
+            chunks = (whole,) if component == SCALE else tuple(f.box for f in entry.overlapping(whole))
             found[stored] = StoredTensor(dtype, shape, chunks)
     for layer in (0, 2):
         found[f"mixed.layer_{layer}"] = StoredTensor(torch.bfloat16, (8, 6), (Box((0, 0), (8, 6)),))
@@ -319,7 +332,8 @@ MISMATCHES: dict[str, tuple[IndexEdit, str, str]] = {
     "missing high-precision layer": (lambda i: i.pop("mixed.layer_2"), "mixed.layer_2", "nothing"),
     "unknown component": (lambda i: i.update({f"x.{SCALE}": i["norm"]}), f"x.{SCALE}", "a stored component"),
     "unknown fragment": (lambda i: i.update({f"uneven.{SCALE}@6_0": i["norm"]}), f"uneven.{SCALE}@6_0", "a stored"),
-    "other chunks": (changed("even.rowwise_data", chunks=(Box((0, 0), (8, 6)),)), "fp8_manifest.json", "digest"),
+    "other chunks of codes": (changed("even.rowwise_data", chunks=(Box((0, 0), (8, 6)),)), "even", "1 stored chunks"),
+    "other chunks of scales": (changed("even.rowwise_scale_inv", chunks=()), "fp8_manifest.json", "digest"),
 }
 
 
@@ -391,18 +405,24 @@ def test_digest_leaves_other_tensors_alone() -> None:
 
 
 def record(offset: int, **changes: Any) -> FragmentRecord:
-    base = FragmentRecord("w", E4M3, "bfloat16", (8, 6), 0, Fragment(Box((offset, 0), (4, 6)), (0, 0)), ((SCALE, (1, 1)),), True)
+    base = FragmentRecord(
+        "w", E4M3, "bfloat16", (8, 6), 0, Fragment(Box((offset, 0), (4, 6)), (0, 0)), ((SCALE, (1, 1)),), True
+    )
     return replace(base, **changes)
 
 
 def test_build_from_even_fragments_in_any_order() -> None:
-    expected = {"w": TensorEntry(E4M3, "bfloat16", (8, 6), 0, EvenGrid((4, 6), {SCALE: (1, 1)}, (((2, 0),), ((1, 0),))))}
+    expected = {
+        "w": TensorEntry(E4M3, "bfloat16", (8, 6), 0, EvenGrid((4, 6), {SCALE: (1, 1)}, (((2, 0),), ((1, 0),))))
+    }
     for offsets in ((0, 4), (4, 0)):
         assert build_manifest(map(record, offsets), {}).tensors == expected
 
 
 def test_build_keeps_runs_of_phases() -> None:
-    records = [record(o, fragment=Fragment(Box((o, 0), (4, 6)), (o % 3, 0)), global_shape=(16, 6)) for o in (0, 4, 8, 12)]
+    records = [
+        record(o, fragment=Fragment(Box((o, 0), (4, 6)), (o % 3, 0)), global_shape=(16, 6)) for o in (0, 4, 8, 12)
+    ]
     grid = build_manifest(records, {}).tensors["w"].grid
     assert grid is not None
     assert grid.phases == (((1, 0), (1, 1), (1, 2), (1, 0)), ((1, 0),))
@@ -417,9 +437,7 @@ def test_build_from_uneven_fragments() -> None:
 
 
 def test_build_of_a_mixed_stack() -> None:
-    layers = [
-        record(o, key=f"w.layer_{layer}", stack=StackRef("w", layer, 4)) for layer in (3, 1) for o in (0, 4)
-    ]
+    layers = [record(o, key=f"w.layer_{layer}", stack=StackRef("w", layer, 4)) for layer in (3, 1) for o in (0, 4)]
     built = build_manifest(layers, {"torch": "2"})
     assert built.mixed == {"w": MixedStack(4, (1, 3))}
     assert set(built.tensors) == {"w.layer_1", "w.layer_3"}

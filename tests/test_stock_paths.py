@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,12 +36,7 @@ from megatron_fp8_dist import (
 from megatron_fp8_dist.compat.host import HOST_VERSION
 from megatron_fp8_dist.errors import PlanningError
 from tests import no_cuda, toy_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.rankpool import RankPool
+from tests.rankpool import RankPool
 
 KINDS = ["block_scaled", pytest.param("float8", marks=pytest.mark.te)]
 ONE = toy_model.Layout()
@@ -77,7 +74,7 @@ def test_stock_save_uses_our_strategy(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_stock_save_without_expansion_is_refused_before_a_tensor_is_written(tmp_path: Path, kind: str) -> None:
     state_dict = toy_model.Toy(kind, PLACE).sharded_state_dict()
-    with pytest.raises(PlanningError, match="was not expanded.*expand_quantized") as caught:
+    with pytest.raises(PlanningError, match=r"was not expanded.*expand_quantized") as caught:
         dist_checkpointing.save(state_dict, str(tmp_path), FP8SaveShardedStrategy())
     assert {p.key for p in caught.value.problems} == QUANTIZED
     assert names(tmp_path) <= {"common.pt"}
@@ -142,6 +139,35 @@ def test_our_load_into_a_high_precision_model_dequantizes(tmp_path: Path, kind: 
     assert_report(dequantized=NUM_QUANTIZED)
 
 
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_load_of_a_stock_checkpoint_returns_high_precision(tmp_path: Path, kind: str) -> None:
+    saved = toy_model.Toy("block_scaled", PLACE, high_precision=EVERY_LAYER)
+    with no_cuda.stand_ins():
+        dist_checkpointing.save(saved.sharded_state_dict(), str(tmp_path))
+    model = toy_model.Toy(kind, PLACE, blank=True)
+    before = {name: toy_model.content(p) for name, p in model.named_parameters() if not name.endswith("norm")}
+    loaded = load(model.sharded_state_dict(), tmp_path)
+    assert {n: toy_model.raw(loaded[n]) for n, _ in saved.named_parameters()} == {
+        n: toy_model.raw(p) for n, p in saved.named_parameters()
+    }
+    after = {name: toy_model.content(p) for name, p in model.named_parameters() if name in before}
+    assert after == before
+    assert_report(quantized=NUM_QUANTIZED)
+
+
+@pytest.mark.usefixtures("single")
+def test_metadata_views(tmp_path: Path) -> None:
+    save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path)
+    stored = COMPONENTS | {"decoder.layers.norm.weight"}
+    listed = dist_checkpointing.load_tensors_metadata(str(tmp_path), FP8LoadShardedStrategy())
+    assert set(listed) == stored | QUANTIZED
+    logical = listed["decoder.layers.qkv.weight"]
+    assert (logical.global_shape, logical.dtype) == ((toy_model.NUM_LAYERS, 24, 16), torch.bfloat16)
+    exactly = FP8LoadShardedStrategy().load_sharded_metadata(str(tmp_path))
+    assert {entry.key for entry in exactly.values()} - {"common_state"} == stored
+
+
 def assert_report(**counts: int) -> None:
     """The newest report has these counts and no others."""
     report = last_report()
@@ -188,19 +214,17 @@ def load_with(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strict", ["raise_all", "return_all"])
 @pytest.mark.parametrize("how", ["ours", "stock", "fully parallel", "fully parallel inside ours"])
-def test_every_load_strategy_gives_the_same_bytes(
-    ranks: RankPool, tmp_path: Path, kind: str, strict: str, how: str
-) -> None:
+def test_every_load_strategy_gives_the_same_bytes(ranks: RankPool, tmp_path: Path, kind: str, how: str) -> None:
     two = toy_model.Layout(tp=2)
     ranks.run(f"{__name__}:save_toy", str(tmp_path), kind, two, "ours", n=two.size)
     replicas = toy_model.Layout(dp=2)
-    results = ranks.run(f"{__name__}:load_with", str(tmp_path), kind, replicas, how, strict, n=replicas.size)
-    for wrong, missing, unexpected, report in results:
-        assert wrong == []
-        assert (missing, unexpected) == (set(), set())
-        assert report["exact"] == NUM_QUANTIZED * replicas.dp
+    for strict in ("raise_all", "return_all"):
+        results = ranks.run(f"{__name__}:load_with", str(tmp_path), kind, replicas, how, strict, n=replicas.size)
+        for wrong, missing, unexpected, report in results:
+            assert wrong == []
+            assert (missing, unexpected) == (set(), set())
+            assert report["exact"] == NUM_QUANTIZED * replicas.dp
 
 
 def save_toy(directory: str, kind: str, layout: toy_model.Layout, how: str) -> None:
@@ -235,7 +259,7 @@ def test_async_save_writes_data_then_manifest_then_commits(tmp_path: Path, kind:
     model = toy_model.Toy(kind, PLACE)
     inner = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1)) if wrapped else None
     # 0.19 would take nvidia-resiliency-ext, which needs a GPU.
-    choice = {"async_strategy": "mcore"} if HOST_VERSION.release >= (0, 19) else {}
+    choice: dict[str, Any] = {"async_strategy": "mcore"} if HOST_VERSION.release >= (0, 19) else {}
     seen: list[set[str]] = []
 
     def recorded(fn: Callable[[], None]) -> Callable[[], None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,6 @@ from megatron_fp8_dist import LoadOptions, expand_quantized, last_report, load, 
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.report import LoadReport
 from tests import te_cpu, toy_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.te, pytest.mark.usefixtures("single")]
 
@@ -28,11 +26,11 @@ def entries(parameter: Any) -> dict[str, Any]:
     return {"weight": ShardedTensor.from_rank_offsets(KEY, parameter)}
 
 
-def float8(codes: torch.Tensor = EVERY_CODE, **how: Any) -> nn.Parameter:
+def float8(codes: torch.Tensor = EVERY_CODE, **how: Any) -> Any:
     return nn.Parameter(te_cpu.float8(codes.clone(), SCALE, **how))
 
 
-def blank(**how: Any) -> nn.Parameter:
+def blank(**how: Any) -> Any:
     return nn.Parameter(te_cpu.float8(torch.full_like(EVERY_CODE, 0xAA), 1.0, **how))
 
 
@@ -104,18 +102,20 @@ def test_restore_is_in_place(tmp_path: Path, transpose: bool) -> None:
 @pytest.mark.usefixtures("no_conversion")
 def test_load_state_dict_with_the_returned_value_changes_nothing(tmp_path: Path) -> None:
     save(entries(float8()), tmp_path)
-    module = nn.Module()
-    module.register_parameter("weight", blank(transpose=True))
-    pointers = [b.data_ptr() for b in (module.weight._data, module.weight._scale_inv)]
+    module: Any = nn.Module()
+    weight = blank(transpose=True)
+    module.register_parameter("weight", weight)
+    pointers = [b.data_ptr() for b in (weight._data, weight._scale_inv)]
 
-    returned = load(entries(module.weight), tmp_path)
-    assert returned["weight"] is not module.weight
+    returned = load(entries(weight), tmp_path)
+    assert returned["weight"] is not weight
     module.load_state_dict(returned)
 
-    assert [b.data_ptr() for b in (module.weight._data, module.weight._scale_inv)] == pointers
-    assert toy_model.raw(*toy_model.buffers(module.weight)) == toy_model.raw(EVERY_CODE, torch.tensor([SCALE]))
-    assert module.weight._transpose_invalid
-    quantizer = module.weight._quantizer
+    assert module.weight is weight
+    assert [b.data_ptr() for b in (weight._data, weight._scale_inv)] == pointers
+    assert toy_model.raw(*toy_model.buffers(weight)) == toy_model.raw(EVERY_CODE, torch.tensor([SCALE]))
+    assert weight._transpose_invalid
+    quantizer = weight._quantizer
     assert (quantizer.scale.item(), quantizer.amax.item()) == (te_cpu.DELAYED_SCALE, te_cpu.DELAYED_AMAX)
 
 

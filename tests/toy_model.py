@@ -1,4 +1,4 @@
-"""A small decoder whose every byte is known, and its Megatron entries on any tensor-, pipeline- and data-parallel layout.
+"""A small decoder whose every byte is known, and its Megatron entries on any layout of ranks.
 
 The codes and the scale of a weight follow from its name and layer, so a rank of any layout can say what it should hold.
 Two kinds of weight: "block_scaled" (BlockScaledTensor, in both lanes) and "float8" (Transformer Engine's).
@@ -6,20 +6,17 @@ Two kinds of weight: "block_scaled" (BlockScaledTensor, in both lanes) and "floa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
 from megatron_fp8_dist import BlockScaledTensor, Scheme
 from tests import te_cpu
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 NUM_LAYERS = 4
 
@@ -197,8 +194,8 @@ class Toy(nn.Module):
 
 def entry(
     parameter: torch.Tensor, weight: Weight, place: Place, layer: int, *, stacked: bool = True, prefix: str = ""
-) -> ShardedTensor | ShardedTensorFactory:
-    """The Megatron entry of one parameter."""
+) -> Any:
+    """The Megatron entry of one parameter: a ShardedTensor, or a factory for SwiGLU."""
     axes = ((0, layer, NUM_LAYERS),) if stacked else ()
     name = f"decoder.layers.{weight.name}.weight" if stacked else f"decoder.layers.{layer}.{weight.name}.weight"
     split = () if weight.axis is None else ((weight.axis + len(axes), place.tp, place.layout.tp),)

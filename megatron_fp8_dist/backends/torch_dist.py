@@ -40,6 +40,7 @@ class TorchDistBackend:
 
     def write(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """See `Backend.write`. The files are synced before `.metadata` is put in place."""
+        self._reader = None
         try:
             host.save_torch_dist(
                 sharded_state_dict,
@@ -81,11 +82,13 @@ class TorchDistBackend:
         planner = _RegionPlanner(regions)
         try:
             dcp.load({}, storage_reader=self._reader_of(checkpoint_dir), planner=planner, no_dist=True)
-        except host.CHECKPOINT_ERRORS as e:
-            keys = ", ".join(sorted({r.key for r in regions})[:10])
-            raise StorageError(
-                "reading from the checkpoint failed", [Problem(keys, f"{type(e).__name__}: {e}", "readable regions")]
-            ) from e
+        except host.CheckpointException as e:
+            raise StorageError("reading failed", _failures(e, checkpoint_dir, "readable regions")) from e
+        except StorageError:
+            raise
+        except Exception as e:  # a damaged file can raise anything
+            problem = Problem(str(checkpoint_dir), f"{type(e).__name__}: {e}", "readable regions")
+            raise StorageError("reading failed", [problem]) from e
         return planner.tensors
 
     def _reader_of(self, checkpoint_dir: Path) -> _CachingReader:
@@ -159,8 +162,15 @@ class _RegionPlanner(LoadPlanner):
         assert metadata is not None
         self.metadata = metadata
         for region in self.regions:
-            stored = metadata.state_dict_metadata[region.key]
-            assert isinstance(stored, TensorStorageMetadata)
+            stored = metadata.state_dict_metadata.get(region.key)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise StorageError("reading failed", [Problem(region.key, "nothing", "a stored tensor")])
+            ends = tuple(o + s for o, s in zip(region.box.offset, region.box.shape, strict=True))
+            if any(e > s for e, s in zip(ends, stored.size, strict=True)):
+                problem = Problem(
+                    region.key, f"a stored tensor of {tuple(stored.size)}", f"one that holds {region.box}"
+                )
+                raise StorageError("reading failed", [problem])
             self.tensors.append(torch.empty(region.box.shape, dtype=stored.properties.dtype))
 
     def create_local_plan(self) -> LoadPlan:

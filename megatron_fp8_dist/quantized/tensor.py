@@ -303,8 +303,12 @@ def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, BlockScaledTensor) else value
 
 
-def _axis(t: torch.Tensor, dim: int) -> int:
-    return dim + t.dim() if dim < 0 else dim
+def _axis(t: torch.Tensor, dim: int, extra: int = 0) -> int:
+    """`dim` counted from the front; `extra` axes more than the tensor has are allowed."""
+    axes = t.dim() + extra
+    if not -axes <= dim < axes:
+        raise IndexError(f"dimension {dim} of a tensor with {axes} axes")
+    return dim + axes if dim < 0 else dim
 
 
 def _slice(t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
@@ -317,7 +321,10 @@ def _slice(t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: in
 
 def _select(t: BlockScaledTensor, dim: int, index: int) -> Any:
     axis = _axis(t, dim)
-    row = t._narrow(axis, index % t.shape[axis], 1)
+    size = t.shape[axis]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} of dimension {dim} with size {size}")
+    row = t._narrow(axis, index % size, 1)
     return _view(row, [*t.shape[:axis], *t.shape[axis + 1 :]])
 
 
@@ -330,6 +337,8 @@ def _split(t: BlockScaledTensor, size: int | Sequence[int], dim: int = 0) -> lis
     axis = _axis(t, dim)
     total = t.shape[axis]
     sizes = [min(size, total - o) for o in range(0, total, size)] if isinstance(size, int) else list(size)
+    if sum(sizes) != total:
+        raise RuntimeError(f"split sizes {sizes} do not add up to {total}, the size of dimension {dim}")
     starts = np.cumsum([0, *sizes])
     return [t._narrow(axis, int(o), s) for o, s in zip(starts, sizes, strict=False)]
 
@@ -347,7 +356,7 @@ def _view(t: BlockScaledTensor, shape: Sequence[int]) -> Any:
 
 
 def _unsqueeze(t: BlockScaledTensor, dim: int) -> Any:
-    axis = dim + t.dim() + 1 if dim < 0 else dim
+    axis = _axis(t, dim, extra=1)
     return _view(t, [*t.shape[:axis], 1, *t.shape[axis:]])
 
 

@@ -6,8 +6,9 @@ optimizers find it by identity before and after; what it builds and merges is th
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -161,11 +162,11 @@ def own(value: Any) -> Any:
 
 
 def values_of(state_dict: Any) -> Iterator[Any]:
-    """All values of a state dict that are no containers."""
+    """All values of a state dict that are no containers, as Megatron sees it: containers are dicts and lists."""
     if isinstance(state_dict, dict):
         for value in state_dict.values():
             yield from values_of(value)
-    elif isinstance(state_dict, (list, tuple)):
+    elif isinstance(state_dict, list):
         for value in state_dict:
             yield from values_of(value)
     else:
@@ -200,17 +201,38 @@ def check_entries(state_dict: Any) -> list[Problem]:
 
 
 def _loose(value: Any) -> list[Problem]:
-    remedy = "Map it with a ShardedTensor, or dequantize it."
+    """Quantized tensors and entries where Megatron does not look: they would be pickled with the common state."""
+    if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
+        return []
     if isinstance(value, ShardedObject):
-        return [
-            Problem(value.key, "a quantized tensor inside a ShardedObject", "plain data", remedy)
-            for item in values_of(value.data)
-            if tensors.is_quantized(item)
-        ]
-    if tensors.is_quantized(value):
-        where = f"a {type(value).__name__} of shape {tuple(value.shape)}"
-        return [Problem("(state dict)", f"{where} outside of any sharded entry", "a ShardedTensor", remedy)]
-    return []
+        key, inside = value.key, _inside(value.data)
+    else:
+        key, inside = "(state dict)", _inside(value)
+    remedy = "Map it with a ShardedTensor, in dicts and lists alone, or dequantize it."
+    problems = []
+    for item in inside:
+        if tensors.is_quantized(item):
+            found = f"a quantized {type(item).__name__} of shape {tuple(item.shape)} outside of any sharded entry"
+            problems.append(Problem(key, found, "a ShardedTensor that maps it", remedy))
+        elif isinstance(item, ShardedBase) and item is not value:
+            found = f"the entry {item.key} inside a {type(value).__name__}"
+            problems.append(Problem(key, found, "entries in dicts and lists alone", remedy))
+    return problems
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value, and what plain containers and records of it hold, at any depth."""
+    yield value
+    if isinstance(value, dict):
+        members: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        members = value
+    elif isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, (type, ShardedBase))):
+        members = vars(value).values() if hasattr(value, "__dict__") else ()
+    else:
+        return
+    for member in members:
+        yield from _inside(member)
 
 
 def check_model(state_dict: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Problem]:

@@ -98,14 +98,15 @@ class TensorEntry:
         if self.grid is None:
             yield from (f for f in self.uneven if f.box.intersect(box))
             return
-        shape, phases = self.grid.fragment_shape, [_spread(runs) for runs in self.grid.phases]
+        shape, runs = self.grid.fragment_shape, self.grid.phases
         ranges = [
-            range(max(0, o // f), min(len(p), -(-(o + s) // f))) if f else range(0)
-            for o, s, f, p in zip(box.offset, box.shape, shape, phases, strict=True)
+            range(max(0, o // f), min(_count(r), -(-(o + s) // f))) if f else range(0)
+            for o, s, f, r in zip(box.offset, box.shape, shape, runs, strict=True)
         ]
         for index in product(*ranges):
             offset = tuple(i * f for i, f in zip(index, shape, strict=True))
-            yield Fragment(Box(offset, shape), tuple(p[i] for p, i in zip(phases, index, strict=True)))
+            phase = tuple(_phase_at(r, i) for r, i in zip(runs, index, strict=True))
+            yield Fragment(Box(offset, shape), phase)
 
     def scale_region(self, key: str, spec: GridSpec, fragment: Fragment) -> Region:
         """Where all scales of `fragment` are stored."""
@@ -113,31 +114,53 @@ class TensorEntry:
             shape = grid_shape(self.scheme, spec, fragment, self.prepended_axes)
             return Region(uneven_key(key, spec.component, fragment.box.offset), Box((0,) * len(shape), shape), shape)
         slots = self.grid.slots[spec.component]
-        count = [sum(n for n, _ in runs) for runs in self.grid.phases]
         index = [o // f if f else 0 for o, f in zip(fragment.box.offset, fragment.box.shape, strict=True)]
         box = Box(tuple(i * n for i, n in zip(index, slots, strict=True)), slots)
-        return Region(component_key(key, spec.component), box, tuple(c * n for c, n in zip(count, slots, strict=True)))
+        return Region(component_key(key, spec.component), box, self._slots_in_all(spec))
+
+    def _slots_in_all(self, spec: GridSpec) -> Shape:
+        assert self.grid is not None, "uneven fragments have grids of their own"
+        return tuple(_count(r) * n for r, n in zip(self.grid.phases, self.grid.slots[spec.component], strict=True))
 
     def stored(self, key: str) -> Iterator[tuple[str, str, Shape]]:
         """(component key, component name, global shape) of everything that is stored for this tensor."""
         for direction in self.scheme.directions:
             yield component_key(key, direction.data), direction.data, self.global_shape
-            fragments = self.uneven if self.grid is None else [next(self.overlapping(self._first()))]
-            for fragment in fragments:
+            component = direction.scale.component
+            if self.grid is not None:
+                yield component_key(key, component), component, self._slots_in_all(direction.scale)
+            for fragment in self.uneven:
                 region = self.scale_region(key, direction.scale, fragment)
-                yield region.key, direction.scale.component, region.global_shape
+                yield region.key, component, region.global_shape
+
+    def is_fragment(self, box: Box) -> bool:
+        """Whether `box` is one of the saved fragments."""
+        if self.grid is None:
+            return any(f.box == box for f in self.uneven)
+        shape = self.grid.fragment_shape
+        return box.shape == shape and all(f == 0 or o % f == 0 for o, f in zip(box.offset, shape, strict=True))
+
+    @property
+    def num_fragments(self) -> int:
+        """Number of saved fragments."""
+        return len(self.uneven) if self.grid is None else math.prod(_count(r) for r in self.grid.phases)
 
     def dtype(self, component: str) -> torch.dtype:
         """Stored dtype of a component."""
         formats = {d.scale.component: SCALE_DTYPES[d.scale.scale_format] for d in self.scheme.directions}
         return formats.get(component, torch.uint8)
 
-    def _first(self) -> Box:
-        return Box((0,) * len(self.global_shape), (1,) * len(self.global_shape))
+
+def _count(runs: Sequence[tuple[int, int]]) -> int:
+    return sum(count for count, _ in runs)
 
 
-def _spread(runs: Sequence[tuple[int, int]]) -> list[int]:
-    return [phase for count, phase in runs for _ in range(count)]
+def _phase_at(runs: Sequence[tuple[int, int]], index: int) -> int:
+    for count, phase in runs:
+        if index < count:
+            return phase
+        index -= count
+    raise IndexError("a fragment beyond the last run")
 
 
 def component_key(key: str, component: str) -> str:

@@ -293,10 +293,10 @@ def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | 
         if not leaf.prepend_axis_num:
             problems.append(Problem(key, "an entry without a layer axis", f"one layer of {stack.num_layers}"))
             return None
-        layer = box.offset[0]
-        if layer >= stack.num_layers:
-            problems.append(Problem(key, f"layer {layer} wanted", f"one of the {stack.num_layers} layers saved"))
+        if (expected[0] != stack.num_layers and not leaf.allow_shape_mismatch) or box.offset[0] >= stack.num_layers:
+            problems.append(Problem(key, f"{stack.num_layers} layers saved", f"{expected[0]} layers"))
             return None
+        layer = box.offset[0]
         key, box, expected = layer_key(key, layer), box.drop(1), expected[1:]
     entry = manifest.tensors.get(key)
     if entry is None:

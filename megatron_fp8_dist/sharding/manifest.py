@@ -13,8 +13,20 @@ from typing import Any
 import torch
 
 from ..errors import ManifestError, Problem
-from ..quantized.scheme import Scheme
-from .layout import Box, EvenGrid, Fragment, Shape, TensorEntry, component_key, layer_key, logical_key, phases, tiles
+from ..quantized.scheme import GridSpec, Scheme
+from .layout import (
+    Box,
+    EvenGrid,
+    Fragment,
+    Shape,
+    TensorEntry,
+    component_key,
+    layer_key,
+    logical_key,
+    phases,
+    slot_count,
+    tiles,
+)
 
 FORMAT = "megatron_fp8_dist"
 VERSION = 1
@@ -232,6 +244,9 @@ class _Reader:
             return None
         grid = self.grid(key, value, scheme, shape) if even else None
         uneven = () if even else self.fragments(key, value["fragments"], shape)
+        pieces = [grid.fragment_shape] if grid else [f.box.shape for f in uneven]
+        if any(extent != 1 for piece in pieces for extent in piece[:prepended]):
+            self.complain(f"{key} -> prepended_axes", prepended, "axes along which every fragment has extent 1")
         if len(self.problems) > before:
             return None
         return TensorEntry(scheme, value["nominal_dtype"], shape, prepended, grid, uneven)
@@ -262,6 +277,10 @@ class _Reader:
                 self.complain(
                     f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}"
                 )
+        for direction in scheme.directions:
+            found = sized.get(direction.scale.component, ())
+            if found and found not in _slot_choices(scheme, direction.scale, fragment, value["prepended_axes"]):
+                self.complain(f"{key} -> slots", list(found), f"slots for fragments of {list(fragment)}")
         return EvenGrid(fragment, sized, phase_runs)
 
     def run(self, where: str, value: Any) -> tuple[int, int]:
@@ -308,6 +327,16 @@ class _Reader:
         for layer in stack.quantized if stack else ():
             if layer_key(key, layer) not in tensors:
                 self.complain(f"mixed_stacks -> {key}", f"no tensor {layer_key(key, layer)}", "one per quantized layer")
+
+
+def _slot_choices(scheme: Scheme, spec: GridSpec, fragment: Shape, prepended_axes: int) -> set[Shape]:
+    """The slots that fragments of one size can have: built by a factory, or not."""
+    own = fragment[prepended_axes:]
+    blocks = scheme.block(spec, len(own))
+    return {
+        (1,) * prepended_axes + tuple(slot_count(s, b, built) for s, b in zip(own, blocks, strict=True))
+        for built in (False, True)
+    }
 
 
 def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str | None]) -> Manifest:
@@ -366,7 +395,7 @@ def _axis_phases(
         if found.setdefault(index, fragment.phase[axis]) != fragment.phase[axis]:
             problems.append(Problem(key, f"two phases at fragment {index} of axis {axis}", "one"))
     runs: list[tuple[int, int]] = []
-    for index in range(total // size if size else 0):
+    for index in range(total // size if size else 1):
         phase = found.get(index, 0)
         if runs and runs[-1][1] == phase:
             runs[-1] = (runs[-1][0] + 1, phase)
@@ -395,6 +424,12 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
             problems += _check_component(stored, component, shape, entry, index.get(stored))
         if key in index:
             problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
+        codes = index.get(component_key(key, entry.scheme.directions[0].data))
+        if codes is not None and (
+            len(codes.chunks) != entry.num_fragments or not all(entry.is_fragment(c) for c in codes.chunks)
+        ):
+            found = f"{len(codes.chunks)} stored chunks"
+            problems.append(Problem(key, found, f"the {entry.num_fragments} fragments of the manifest"))
     for key, stack in manifest.mixed.items():
         names = [layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized]
         problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in names if n not in index]

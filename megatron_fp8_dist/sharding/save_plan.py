@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..compat.host import ShardedTensorFactory
+from ..compat.host import ShardedTensorFactory, is_main_replica
 from ..errors import PlanningError, Problem
 from ..quantized.numerics import invalid_scales
 from ..quantized.scheme import DirectionSpec, Scheme
@@ -230,22 +230,36 @@ def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: 
     )
 
 
-def rehearse(expanded: Any) -> list[Problem]:
-    """What keeps the factories of a state dict from building, and scales that no load would take."""
+def rehearse(expanded: Any) -> tuple[list[FragmentRecord], list[Problem]]:
+    """Build every factory of a state dict once.
+
+    Returns:
+        (what this rank will save, what keeps it from being saved): problems are cuts that cannot be exact, and scales
+        that no load would take.
+    """
+    built: list[ComponentShard] = []
     problems: list[Problem] = []
     for value in values_of(expanded):
         if not isinstance(value, QuantizedFactory) or not value.is_param:
             continue
         try:
-            built = value.build()
+            built += [leaf for leaf in leaves(value.build()) if isinstance(leaf, ComponentShard)]
         except PlanningError as e:
             problems += e.problems
-            continue
         except ValueError as e:
             problems.append(Problem(value.key, str(e), "a parameter whose fragments can be cut exactly"))
-            continue
-        problems += [p for leaf in leaves(built) if isinstance(leaf, ComponentShard) for p in _bad_scales(leaf)]
-    return problems
+    problems += [p for leaf in built for p in _bad_scales(leaf)]
+    return fragment_records(main_components(built)), problems
+
+
+def main_components(found: Iterable[Any]) -> list[ComponentShard]:
+    """The components among `found` that are main replicas."""
+    return [leaf for leaf in found if isinstance(leaf, ComponentShard) and is_main_replica(leaf.replica_id)]
+
+
+def fragment_records(components: Iterable[ComponentShard]) -> list[FragmentRecord]:
+    """The records that travel with components."""
+    return [leaf.record for leaf in components if leaf.record is not None]
 
 
 def _bad_scales(leaf: ComponentShard) -> list[Problem]:

@@ -104,13 +104,14 @@ def _failure(error: BaseException | None, here: int) -> _Failure | None:
         if not problems:
             problems = (Problem("(all)", error.summary, "no error").at([here]),)
         return _Failure(kind if kind in _KINDS else "FP8CheckpointError", error.summary, problems)
-    expected = "no error"
-    text = f"{type(error).__name__}: {error}"
     if isinstance(error, CheckpointException):
-        text = "; ".join(f"{type(e).__name__}: {e}" for e, _ in error.failures.values())
-    return _Failure(
-        "HostFailure", "saving or loading failed on a rank", (Problem("(rank)", text, expected).at([here]),)
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+    else:
+        causes = {here: error}
+    problems = tuple(
+        Problem("(rank)", f"{type(cause).__name__}: {cause}", "no error").at([rank]) for rank, cause in causes.items()
     )
+    return _Failure("HostFailure", "saving or loading failed on a rank", problems)
 
 
 def _merged(problems: Sequence[Problem]) -> list[Problem]:
@@ -184,4 +185,4 @@ def refuse(summary: str, problems: Sequence[Problem]) -> None:
         PlanningError: there are problems.
     """
     if problems:
-        raise PlanningError(summary, problems)
+        raise PlanningError(summary, dict.fromkeys(problems))

@@ -18,9 +18,9 @@ from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
 from ..sharding.expand import check_entries, check_model
 from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
-from ..sharding.manifest import Manifest, check_against_index
+from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, check_against_index
 from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
-from .collective import attempt, from_first, gather, rank, refuse
+from .collective import attempt, from_first, gather, gather_to_first, rank, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,18 @@ def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
     infos = gather(attempt(local, group), group)
     mixed, conflicts = mixed_stacks(infos)
 
-    def expand() -> Any:
+    def expand() -> tuple[Any, list[FragmentRecord]]:
         problems = [*conflicts, *check_replicas(state_dict, infos, rank(group))]
         refuse("the ranks' quantized parameters do not fit together", problems)
         expanded = expand_for_save(state_dict, mixed)
-        refuse("the state dict cannot be saved exactly", rehearse(expanded))
-        return expanded
+        records, found = rehearse(expanded)
+        refuse("the state dict cannot be saved exactly", found)
+        return expanded, records
 
-    return attempt(expand, group)
+    expanded, records = attempt(expand, group)
+    everywhere = gather_to_first(records, group)
+    attempt(lambda: build_manifest((r for part in everywhere for r in part), {}) if everywhere else None, group)
+    return expanded
 
 
 def backend_of(directory: Path) -> Backend:

@@ -32,7 +32,12 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
             options: how `megatron_fp8_dist.load` loads with this strategy; stock `load` gets a finished plan.
             inner: the strategy that reads, a FullyParallelLoadStrategyWrapper for example; Megatron's torch_dist one
                 by default.
+
+        Raises:
+            TypeError: `inner` is no load strategy.
         """
+        if inner is not None and not callable(getattr(inner, "load", None)):
+            raise TypeError(f"inner={inner!r}: a load strategy")
         super().__init__()
         self.options = options or LoadOptions()
         self.inner = inner

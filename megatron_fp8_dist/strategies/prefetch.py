@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -26,6 +26,8 @@ class Prefetch:
         self._read = read
         self._queue = deque(announced)
         self._held: dict[Region, torch.Tensor] = {}
+        self._ahead: Counter[Region] = Counter()
+        """Regions that were read before their turn, and are still in the queue."""
 
     def __call__(self, regions: Sequence[Region]) -> list[torch.Tensor]:
         """The tensors of `regions`; each is held here until it is served once."""
@@ -37,10 +39,13 @@ class Prefetch:
 
     def _batch(self, missing: Sequence[Region]) -> list[Region]:
         batch = dict.fromkeys(missing)
+        self._ahead.update(batch.keys())
         size = sum(r.box.size for r in batch)
-        while self._queue and size < WINDOW_ELEMENTS:
+        while self._queue and (size < WINDOW_ELEMENTS or self._ahead[self._queue[0]]):
             region = self._queue.popleft()
-            if region not in batch and region not in self._held:
+            if self._ahead[region]:
+                self._ahead[region] -= 1
+            elif region not in batch and region not in self._held:
                 batch[region] = None
                 size += region.box.size
         return list(batch)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..backends.directory import clear_commit, write_manifest
 from ..backends.torch_dist import TorchDistBackend
-from ..compat.host import HOST_VERSION, ShardedTensor, TorchDistSaveShardedStrategy, is_main_replica, sharded_leaves
+from ..compat.host import HOST_VERSION, ShardedTensor, TorchDistSaveShardedStrategy, sharded_leaves
 from ..compat.probe import installed
 from ..errors import Problem
 from ..options import SaveOptions
@@ -19,6 +20,7 @@ from ..report import SaveReport, record
 from ..sharding.expand import ComponentShard
 from ..sharding.layout import logical_key
 from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, metadata_digest
+from ..sharding.save_plan import fragment_records, main_components
 from ..te import tensors
 from .collective import attempt, from_first, gather_to_first, rank, refuse
 
@@ -51,12 +53,8 @@ def _check_leaves(sharded_state_dict: Any) -> None:
 
 def _records(sharded_state_dict: Any) -> tuple[list[FragmentRecord], int]:
     """What this rank saves of quantized tensors: fragment records, and bytes of components."""
-    main = [
-        leaf
-        for leaf in sharded_leaves(sharded_state_dict)
-        if isinstance(leaf, ComponentShard) and is_main_replica(leaf.replica_id)
-    ]
-    return [leaf.record for leaf in main if leaf.record is not None], sum(leaf.data.nbytes for leaf in main)
+    main = main_components(sharded_leaves(sharded_state_dict))
+    return fragment_records(main), sum(leaf.data.nbytes for leaf in main)
 
 
 class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron has no types
@@ -80,16 +78,21 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
         Raises:
             ValueError: `inner` together with a backend other than torch_dist.
+            TypeError: `inner` is no strategy for torch_dist.
         """
         self.options = options or SaveOptions()
         if inner is not None and self.options.backend != "torch_dist":
             raise ValueError(f"inner= goes with backend='torch_dist', not with {self.options.backend!r}")
         settings = getattr(inner, "base_strategy", inner)
+        if settings is not None and not isinstance(settings, (TorchDistSaveShardedStrategy, _BackendStrategy)):
+            raise TypeError(f"inner={inner!r}: a TorchDistSaveShardedStrategy, or a FullyParallel wrapper around one")
         super().__init__("torch_dist", 1, thread_count=getattr(settings, "thread_count", 1))
         self.keep_only_main_replica = getattr(settings, "keep_only_main_replica", True)
         self.inner = inner
-        if inner is not None and hasattr(inner, "base_strategy"):
-            inner.base_strategy = _BackendStrategy(self)
+        if hasattr(inner, "base_strategy"):
+            # A copy: the caller's wrapper goes on to write what it wrote before.
+            self.inner = copy(inner)
+            self.inner.base_strategy = _BackendStrategy(self)
         self.report: SaveReport | None = None
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
