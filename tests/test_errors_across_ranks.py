@@ -121,7 +121,8 @@ def missing_key(directory: Path) -> None:
 
 def marker_stays(directory: Path) -> None:
     """Rank 0 cannot remove an older checkpoint's commit marker."""
-    with mock.patch("megatron_fp8_dist.strategies.api.clear_commit", failing):
+    save(toy().sharded_state_dict(), directory)
+    with mock.patch.object(Path, "unlink", failing):
         save(toy().sharded_state_dict(), directory)
 
 

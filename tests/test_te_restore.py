@@ -197,6 +197,6 @@ def test_a_quantized_tensor_outside_of_any_entry(tmp_path: Path, state_dict: dic
         value.data["deep"] = quantized
     else:
         value["b"] = [quantized]
-    with pytest.raises(PlanningError, match=rf"{place}: found a (quantized tensor inside|Float8Tensor of shape)"):
+    with pytest.raises(PlanningError, match=rf"{place}: found a quantized Float8Tensor of shape"):
         save(state_dict, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -83,7 +83,9 @@ class TorchDistBackend:
         try:
             dcp.load({}, storage_reader=self._reader_of(checkpoint_dir), planner=planner, no_dist=True)
         except host.CheckpointException as e:
-            raise StorageError("reading failed", _failures(e, checkpoint_dir, "readable regions")) from e
+            # Without collectives DCP knows one rank, and calls it 0: the caller knows better.
+            problems = [p.at(()) for p in _failures(e, checkpoint_dir, "readable regions")]
+            raise StorageError("reading failed", problems) from e
         except StorageError:
             raise
         except Exception as e:  # a damaged file can raise anything

@@ -8,6 +8,9 @@ from typing import Any
 COMMON_STATE_FIRST = False
 """Whether `save` writes common state before it calls a strategy; here the strategy writes it."""
 
+COLLECTIVE_LOAD = False
+"""Whether a load strategy reads through DCP's collectives, which tell the failing rank."""
+
 
 def load(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
     """`strategy.load` with this range's arguments."""

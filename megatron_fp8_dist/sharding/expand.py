@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.host import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
-from ..errors import Problem
+from ..errors import Problem, StorageError
 from ..te import tensors
 from .layout import Box, layer_key, logical_key
 from .manifest import FragmentRecord
@@ -85,7 +85,11 @@ def make_factory(original: Any, work: Task) -> QuantizedFactory:
         return rebuild(original, key, t, replica_id, flattened_range)
 
     def merge_fn(loaded: Any) -> Any:
-        if isinstance(loaded, dict) and set(loaded) == {RESERVED}:
+        if isinstance(loaded, dict) and RESERVED in loaded:
+            if len(loaded) > 1:
+                others = ", ".join(str(k) for k in loaded if k != RESERVED)
+                problem = Problem(original.key, f"its components merged with {others}", "its components alone")
+                raise StorageError("Megatron merged other values into a parameter's components", [problem])
             return work.merge(loaded[RESERVED])
         return original.merge_fn(loaded) if isinstance(original, ShardedTensorFactory) else loaded
 
@@ -191,6 +195,8 @@ def check_entries(state_dict: Any) -> list[Problem]:
         if is_entry(value) and tensors.is_quantized(value.data):
             problem = tensors.unsupported(value.data, value.key)
             problems += [problem] if problem else []
+            if value.data.dim() == 0:
+                problems.append(Problem(value.key, "a quantized tensor without axes", "one axis or more"))
             if logical_key(value.key) is not None:
                 suffix = logical_key(value.key)[1]  # type: ignore[index]
                 problems.append(Problem(value.key, f"a key that ends in .{suffix}", "a key without component suffix"))
@@ -215,8 +221,8 @@ def _loose(value: Any) -> list[Problem]:
             found = f"a quantized {type(item).__name__} of shape {tuple(item.shape)} outside of any sharded entry"
             problems.append(Problem(key, found, "a ShardedTensor that maps it", remedy))
         elif isinstance(item, ShardedBase) and item is not value:
-            found = f"the entry {item.key} inside a {type(value).__name__}"
-            problems.append(Problem(key, found, "entries in dicts and lists alone", remedy))
+            found = f"an entry inside a {type(value).__name__}"
+            problems.append(Problem(item.key, found, "entries in dicts and lists alone", remedy))
     return problems
 
 

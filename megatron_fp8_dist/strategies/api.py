@@ -107,9 +107,7 @@ def load(
         _read_one_by_one(expansion, directory)
     strategy.plan = expansion.plan
     try:
-        result = _together(
-            lambda: dist_checkpointing.load(expansion.state_dict, str(directory), strategy, **stock_kwargs)
-        )
+        result = _together(lambda: _load(expansion, str(directory), strategy, stock_kwargs))
     except StorageError as e:
         restored = _restored(expansion)
         if restored:
@@ -144,6 +142,19 @@ def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
     pull = Prefetch(partial(expansion.backend.read, directory), (r for task in tasks for r in task.regions()))
     for task in tasks:
         task.pull = pull
+
+
+def _load(expansion: LoadExpansion, directory: str, strategy: FP8LoadShardedStrategy, stock_kwargs: Any) -> Any:
+    """Stock load, and a check that it carried the whole plan out."""
+    result = dist_checkpointing.load(expansion.state_dict, directory, strategy, **stock_kwargs)
+    left = [
+        Problem(task.key, "a parameter that was not restored", "its components merged by dist_checkpointing.load")
+        for task in expansion.plan.tasks.values()
+        if not task.done and task.outcome.kind in ("exact", "requantized")
+    ]
+    if left:
+        raise StorageError("Megatron did not merge every parameter of the state dict", left)
+    return result
 
 
 def _restored(expansion: LoadExpansion) -> Problem | None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..compat.host import CHECKPOINT_ERRORS, CheckpointException, CheckpointingException
+from ..compat.host import CHECKPOINT_ERRORS, CheckpointException, CheckpointingException, host_range
 from ..errors import (
     FP8CheckpointError,
     HostError,
@@ -104,12 +104,14 @@ def _failure(error: BaseException | None, here: int) -> _Failure | None:
         if not problems:
             problems = (Problem("(all)", error.summary, "no error").at([here]),)
         return _Failure(kind if kind in _KINDS else "FP8CheckpointError", error.summary, problems)
+    causes: dict[int, BaseException] = {here: error}
     if isinstance(error, CheckpointException):
-        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
-    else:
-        causes = {here: error}
+        failed = {number: cause for number, (cause, _) in error.failures.items()}
+        # Without collectives DCP knows one rank, and calls it 0.
+        causes = failed if host_range.COLLECTIVE_LOAD else dict.fromkeys([here], next(iter(failed.values())))
     problems = tuple(
-        Problem("(rank)", f"{type(cause).__name__}: {cause}", "no error").at([rank]) for rank, cause in causes.items()
+        Problem("(rank)", f"{type(cause).__name__}: {cause}", "no error").at([number])
+        for number, cause in causes.items()
     )
     return _Failure("HostFailure", "saving or loading failed on a rank", problems)
 

@@ -54,8 +54,8 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
             StorageError: a read failed; no parameter was changed.
         """
         directory = Path(checkpoint_dir)
-        if self.plan is None:
-            attempt(lambda: _check_leaves(sharded_state_dict, directory))
+        # Always, plan or not: a rank that failed in Megatron's own checks meets the others here, before they read.
+        attempt(lambda: None if self.plan else _check_leaves(sharded_state_dict, directory))
         newest = last_report()
         self.report = newest if isinstance(newest, LoadReport) else None
         reader = super().load if self.inner is None else self.inner.load
