@@ -13,6 +13,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_fp8_dist import (
@@ -334,6 +335,19 @@ def test_all_entries_that_cannot_be_saved_at_once(tmp_path: Path) -> None:
     with pytest.raises(PlanningError) as caught:
         save(entries, tmp_path)
     assert sorted(p.key for p in caught.value.problems) == sorted(place for _, place in BAD_ENTRIES.values())
+
+
+def test_a_factory_that_loses_the_codes(checkpoint: Path) -> None:
+    def build(key: str, t: torch.Tensor, replica_id: Any, _: None) -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets(key, t * 1, replica_id=replica_id)
+
+    weight = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
+    before = damage.snapshot(checkpoint)
+    with pytest.raises(PlanningError) as caught:
+        save({"bad": ShardedTensorFactory("student.weight", weight, build, lambda loaded: loaded)}, checkpoint)
+    assert [p.key for p in caught.value.problems] == ["student.weight"]
+    assert_complete(caught.value)
+    assert damage.snapshot(checkpoint) == before
 
 
 class PowerCut(BaseException):
