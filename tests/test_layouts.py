@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_fp8_dist import LoadOptions, last_report, load, read_manifest, save
 from megatron_fp8_dist.errors import PlanningError
@@ -96,6 +97,67 @@ def test_other_layers_are_quantized_in_the_model(tmp_path: Path) -> None:
         assert toy_model.raw(never) == toy_model.raw(weight.values(3))
     found = layout_jobs.report()
     assert [found[k] for k in ("exact", "requantized", "dequantized", "quantized")] == [4, 0, 4, 4]
+
+
+def random_weight(rows: int, columns: int, scale_inv: float) -> Any:
+    """A quantized weight of random codes."""
+    return toy_model.quantized("block_scaled", torch.randint(256, (rows, columns), dtype=torch.uint8), scale_inv)
+
+
+def blank_weight(rows: int, columns: int) -> Any:
+    """A weight for a load to overwrite."""
+    return toy_model.quantized("block_scaled", torch.full((rows, columns), 0xAA, dtype=torch.uint8), 1.0)
+
+
+@pytest.mark.usefixtures("single")
+def test_experts_stack_on_a_second_axis(tmp_path: Path) -> None:
+    num_layers, num_experts = 2, 4
+    places = [(layer, expert) for layer in range(num_layers) for expert in range(num_experts)]
+
+    def entries(weights: list[Any]) -> dict[str, Any]:
+        return {
+            f"{layer} {expert}": ShardedTensor.from_rank_offsets(
+                "experts.weight", weight, (0, layer, num_layers), (1, expert, num_experts), prepend_axis_num=2
+            )
+            for (layer, expert), weight in zip(places, weights, strict=True)
+        }
+
+    saved = [random_weight(6, 8, 0.1 + number) for number in range(len(places))]
+    loaded = [blank_weight(6, 8) for _ in places]
+    save(entries(saved), tmp_path)
+    load(entries(loaded), tmp_path)
+    assert [toy_model.content(w) for w in loaded] == [toy_model.content(w) for w in saved]
+
+
+@pytest.mark.usefixtures("single")
+def test_uneven_fragments(tmp_path: Path) -> None:
+    def entries(weights: list[Any]) -> dict[int, Any]:
+        starts = [0, 10]
+        return {
+            start: ShardedTensor("weight", w, w.dtype, tuple(w.shape), (16, 8), (start, 0), None)
+            for start, w in zip(starts, weights, strict=True)
+        }
+
+    saved = [random_weight(10, 8, 0.5), random_weight(6, 8, 0.5)]
+    save(entries(saved), tmp_path)
+    loaded, whole = [blank_weight(10, 8), blank_weight(6, 8)], blank_weight(16, 8)
+    load(entries(loaded), tmp_path)
+    load({"weight": ShardedTensor.from_rank_offsets("weight", whole)}, tmp_path)
+    assert [toy_model.content(w) for w in loaded] == [toy_model.content(w) for w in saved]
+    codes, scale = zip(*map(toy_model.buffers, saved), strict=True)
+    assert toy_model.content(whole) == toy_model.raw(torch.cat(codes), scale[0])
+
+
+@pytest.mark.usefixtures("single")
+def test_a_destination_inside_a_larger_buffer(tmp_path: Path) -> None:
+    saved = random_weight(4, 4, 0.5)
+    save({"weight": ShardedTensor.from_rank_offsets("weight", saved)}, tmp_path)
+    buffer = torch.full((8, 8), 0xAA, dtype=torch.uint8)
+    loaded = toy_model.quantized("block_scaled", buffer[2:6, 1:5], 1.0)
+    load({"weight": ShardedTensor.from_rank_offsets("weight", loaded)}, tmp_path)
+    right = torch.full((8, 8), 0xAA, dtype=torch.uint8)
+    right[2:6, 1:5] = toy_model.buffers(saved)[0]
+    assert toy_model.raw(buffer) == toy_model.raw(right)
 
 
 def shards(weight: toy_model.Weight, scales: tuple[float, float]) -> dict[str, Any]:

@@ -472,8 +472,9 @@ def test_fragments_of_two_sizes_contradict_each_other() -> None:
 def test_two_phases_at_one_place_contradict_each_other() -> None:
     other = record(0, fragment=Fragment(Box((0, 3), (4, 3)), (1, 0)))
     mine = record(0, fragment=Fragment(Box((0, 0), (4, 3)), (0, 0)))
+    below = [record(4, fragment=Fragment(Box((4, column), (4, 3)), (0, 0))) for column in (0, 3)]
     with pytest.raises(ManifestError, match="two phases at fragment 0 of axis 0"):
-        build_manifest([mine, other], {})
+        build_manifest([mine, other, *below], {})
 
 
 def test_component_keys_are_told_from_others() -> None:

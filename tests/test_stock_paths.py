@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
@@ -154,6 +155,33 @@ def test_our_load_of_a_stock_checkpoint_returns_high_precision(tmp_path: Path, k
     after = {name: toy_model.content(p) for name, p in model.named_parameters() if name in before}
     assert after == before
     assert_report(quantized=NUM_QUANTIZED)
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("strict", ["log_unexpected", "return_unexpected", "return_all", "ignore_all"])
+def test_our_lenient_load_leaves_out_what_the_checkpoint_does_not_hold(tmp_path: Path, strict: str) -> None:
+    save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path)
+    model = toy_model.Toy("block_scaled", PLACE, blank=True)
+    extra = toy_model.quantized("block_scaled", torch.zeros(4, 4, dtype=torch.uint8), 1.0)
+    before = toy_model.content(extra)
+    entries = model.sharded_state_dict() | {"extra": ShardedTensor.from_rank_offsets("student.weight", extra)}
+    result = load(entries, tmp_path, strict=strict)
+    loaded, missing, unexpected = result if isinstance(result, tuple) else (result, set(), set())
+    assert "extra" not in loaded
+    assert toy_model.content(extra) == before
+    assert missing == set()
+    assert unexpected == ({"student.weight"} if strict.startswith("return") else set())
+    model.load_state_dict(loaded)
+    assert model.wrong() == []
+
+
+@pytest.mark.usefixtures("single")
+def test_what_is_expanded_is_left_alone(tmp_path: Path) -> None:
+    saved = expand_quantized(toy_model.Toy("block_scaled", PLACE).sharded_state_dict())
+    save(expand_quantized(saved), tmp_path)
+    model = toy_model.Toy("block_scaled", PLACE, blank=True)
+    model.load_state_dict(load(expand_quantized(model.sharded_state_dict(), checkpoint_dir=tmp_path), tmp_path))
+    assert model.wrong() == []
 
 
 @pytest.mark.usefixtures("single")

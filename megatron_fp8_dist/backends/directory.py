@@ -24,9 +24,12 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def clear_commit(directory: Path) -> None:
-    """Make an older checkpoint in `directory` read as incomplete: remove its marker first, then its manifest."""
-    for name in (COMMIT_MARKER, FILE_NAME):
+def clear_commit(directory: Path, *, common_state: bool) -> None:
+    """Make an older checkpoint in `directory` read as incomplete: remove its marker first, then its manifest.
+
+    `common_state` removes its `common.pt` as well: Megatron prefers one that is there to the state that it saves.
+    """
+    for name in (COMMIT_MARKER, FILE_NAME, *([COMMON_STATE] if common_state else [])):
         path = directory / name
         if path.exists():
             path.unlink()
@@ -60,10 +63,13 @@ def check_committed(directory: Path) -> None:
         )
         raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
     try:
-        json.loads((directory / COMMIT_MARKER).read_text(encoding="utf-8"))
+        marker = json.loads((directory / COMMIT_MARKER).read_text(encoding="utf-8"))
     except ValueError as e:
         problem = Problem(COMMIT_MARKER, f"no JSON ({e})", "the commit marker that a complete save leaves", remedy)
         raise IncompleteCheckpointError("the checkpoint is not complete", [problem]) from e
+    if not isinstance(marker, dict) or "sharded_backend" not in marker:
+        problem = Problem(COMMIT_MARKER, repr(marker), "an object that names its sharded_backend", remedy)
+        raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
 
 
 def check_directory(directory: Path) -> None:

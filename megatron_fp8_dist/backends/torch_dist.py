@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,7 +182,10 @@ class _RegionPlanner(LoadPlanner):
         for key, numbers in self._by_key.items():
             boxes = [self.regions[n].box for n in numbers]
             chunks = [ChunkStorageMetadata(torch.Size(b.offset), torch.Size(b.shape)) for b in boxes]
-            items += create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], chunks)  # type: ignore[arg-type]
+            found = create_read_items_for_chunk_list(key, self.metadata.state_dict_metadata[key], chunks)  # type: ignore[arg-type]
+            if sum(math.prod(i.lengths) for i in found) != sum(b.size for b in boxes):
+                raise StorageError("reading failed", [Problem(key, "regions without data", "chunks that cover them")])
+            items += found
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:

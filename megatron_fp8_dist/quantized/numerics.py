@@ -166,13 +166,20 @@ def requantize(
     def values_of(rows: slice) -> torch.Tensor:
         return decode(codes[rows], element) * source.per_element(rows, codes.device)
 
-    scale = scale_from_amax(_block_amax(values_of, tuple(codes.shape), edges, codes.device), target)
+    def finite(rows: slice) -> torch.Tensor:
+        values = values_of(rows)
+        return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
+
+    # What is not finite takes no part in choosing a scale, or one NaN would cost a whole block its values.
+    scale = scale_from_amax(_block_amax(finite, tuple(codes.shape), edges, codes.device), target)
     unequal = unequal.to(codes.device)
     grid = Grid(torch.where(unequal, scale.reciprocal(), values.to(codes.device)), edges)
     multiply, chosen = Grid(scale, edges), Grid(unequal, edges)
     out = torch.empty_like(codes)
     for rows in row_chunks(tuple(codes.shape)):
-        again = encode(values_of(rows) * multiply.per_element(rows, codes.device), target)
+        values32 = values_of(rows)
+        again = encode(values32 * multiply.per_element(rows, codes.device), target)
+        again = torch.where(torch.isfinite(values32), again, values32.to(ELEMENT_DTYPES[target]).view(torch.uint8))
         out[rows] = torch.where(chosen.per_element(rows, codes.device), again, codes[rows])
     return out, grid, count
 

@@ -162,6 +162,18 @@ class BlockScaledTensor(torch.Tensor):
             directions[spec.data], count = Direction(codes, grid), count + blocks
         return BlockScaledTensor(scheme, directions, self.dtype), count
 
+    def is_whole(self) -> bool:
+        """Whether the blocks are those of one quantized shard of the scheme."""
+        return all(
+            np.array_equal(mine, own)
+            for spec in self.scheme.directions
+            for mine, own in zip(
+                self.directions[spec.data].scale.edges,
+                numerics.destination_edges(self.scheme, spec, tuple(self.shape)),
+                strict=True,
+            )
+        )
+
     def write_(self, source: BlockScaledTensor) -> None:
         """Overwrite codes and scales in place with those of `source`, which must have the same scheme and blocks.
 
@@ -257,6 +269,10 @@ class BlockScaledTensor(torch.Tensor):
                 return out
         if func._schema.is_mutable:
             return _in_place(func, args, kwargs)
+        # In inference mode composite operations (narrow, chunk, to) come here whole; their parts may be in the table.
+        out = func.decompose(*args, **kwargs) if isinstance(func, torch._ops.OpOverload) else NotImplemented
+        if out is not NotImplemented:
+            return out
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 

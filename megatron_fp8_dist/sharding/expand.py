@@ -7,7 +7,7 @@ optimizers find it by identity before and after; what it builds and merges is th
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -34,6 +34,8 @@ class ComponentShard(ShardedTensor):  # type: ignore[misc]  # Megatron has no ty
     """For the codes of a save: the fragment they are."""
     scale_format: str | None = None
     """For the scales of a save: their format."""
+    planned_for: str | None = None
+    """For a load: the directory whose manifest was read."""
 
 
 class Task(Protocol):
@@ -71,8 +73,14 @@ class QuantizedFactory(ShardedTensorFactory):  # type: ignore[misc]  # Megatron 
     def build(self) -> Any:
         """Components for the model's entry; for an optimizer's, what the original entry gives."""
         if self.is_param:
-            return {RESERVED: self.work.build(self.key, self.replica_id)}
+            return {RESERVED: outside_autograd(self.work.build, self.key, self.replica_id)}
         return rebuild(self.original, self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def outside_autograd(fn: Callable[..., Any], *args: Any) -> Any:
+    """`fn(*args)` without gradients, and out of inference mode, whose tensors cannot be used elsewhere."""
+    with torch.inference_mode(False), torch.no_grad():
+        return fn(*args)
 
 
 def make_factory(original: Any, work: Task) -> QuantizedFactory:
@@ -81,7 +89,7 @@ def make_factory(original: Any, work: Task) -> QuantizedFactory:
 
     def build_fn(key: str, t: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         if t is param:
-            return {RESERVED: work.build(key, replica_id)}
+            return {RESERVED: outside_autograd(work.build, key, replica_id)}
         return rebuild(original, key, t, replica_id, flattened_range)
 
     def merge_fn(loaded: Any) -> Any:
@@ -90,7 +98,7 @@ def make_factory(original: Any, work: Task) -> QuantizedFactory:
                 others = ", ".join(str(k) for k in loaded if k != RESERVED)
                 problem = Problem(original.key, f"its components merged with {others}", "its components alone")
                 raise StorageError("Megatron merged other values into a parameter's components", [problem])
-            return work.merge(loaded[RESERVED])
+            return outside_autograd(work.merge, loaded[RESERVED])
         return original.merge_fn(loaded) if isinstance(original, ShardedTensorFactory) else loaded
 
     return QuantizedFactory(
@@ -165,6 +173,11 @@ def own(value: Any) -> Any:
     return replace(value) if isinstance(value, ShardedBase) else value
 
 
+def build_factories(state_dict: Any) -> Any:
+    """The state dict with what its factories build in their place, for a save: one that fails does so here."""
+    return walk(state_dict, lambda v: v.build() if isinstance(v, ShardedTensorFactory) else v)
+
+
 def values_of(state_dict: Any) -> Iterator[Any]:
     """All values of a state dict that are no containers, as Megatron sees it: containers are dicts and lists."""
     if isinstance(state_dict, dict):
@@ -181,6 +194,17 @@ def is_entry(value: Any) -> bool:
     """Whether a value maps a tensor: a ShardedTensor or a factory, with data, that is not ours already."""
     mapped = isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None
     return mapped and not isinstance(value, (QuantizedFactory, ComponentShard))
+
+
+def unexpanded(state_dict: Any) -> Any:
+    """The state dict with the model's entries as they were before an earlier expansion."""
+
+    def original(value: Any) -> Any:
+        if isinstance(value, QuantizedFactory) and value.is_param:
+            return replace(value.original, key=value.key, replica_id=value.replica_id)
+        return value
+
+    return walk(state_dict, original)
 
 
 def quantized_entries(state_dict: Any) -> Iterator[Any]:
@@ -256,8 +280,8 @@ def check_model(state_dict: Any, parameters: Iterable[tuple[str, torch.Tensor]])
     ]
 
 
-def may_match(entry: Any, keys: Iterable[str]) -> bool:
+def may_match(entry: Any, keys: Collection[str]) -> bool:
     """Whether a key of `keys` can be one that `entry` builds; a factory's keys begin with its own."""
-    if isinstance(entry, ShardedTensor):
+    if isinstance(entry, ShardedTensor) or entry.key in keys:
         return entry.key in keys
     return any(key.startswith(entry.key) for key in keys)

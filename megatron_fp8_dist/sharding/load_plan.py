@@ -66,6 +66,8 @@ class LoadTask:
     scales: Scales = field(default_factory=dict)
     """The scales of all pieces, filled in while planning."""
     outcome: Outcome = field(default_factory=lambda: Outcome(""))
+    directory: str = ""
+    """The checkpoint that it was planned for."""
     pull: Pull | None = None
     """Where given, `merge` reads the components itself, one parameter at a time, and `build` only names their keys."""
     done: bool = False
@@ -84,9 +86,9 @@ class LoadTask:
                 yield scale_region(source, source.entry, direction, piece)
 
     def regions(self) -> Iterator[Region]:
-        """Every region of stored components that the task reads, in the order in which `merge` needs them."""
+        """Every region of codes that the task reads, in the order in which `merge` needs them."""
         for source, piece in self._pieces():
-            yield from (region for _, region, _ in piece_regions(source, piece))
+            yield from (r for _, r, _ in piece_regions(source, piece) if r not in self.scales)
 
     def _pieces(self) -> Iterator[tuple[Source, Piece]]:
         return ((source, piece) for source in self.sources if source.entry is not None for piece in source.pieces)
@@ -133,6 +135,7 @@ class LoadTask:
             global_offset=region.box.offset,
             axis_fragmentations=None,
             replica_id=replica_id,
+            planned_for=self.directory,
         )
 
     def _plain(self, leaf: Any, source: Source, replica_id: Any) -> Any:
@@ -172,8 +175,10 @@ class LoadTask:
         return read_source(source, pieces, device)
 
     def _pulled(self, source: Source, piece: Piece, pull: Pull) -> dict[str, torch.Tensor]:
-        wanted = list(piece_regions(source, piece))
-        return dict(zip((c for c, _, _ in wanted), pull([r for _, r, _ in wanted]), strict=True))
+        # Scales were read while planning.
+        known = {c: self.scales[r] for c, r, _ in piece_regions(source, piece) if r in self.scales}
+        wanted = {c: r for c, r, _ in piece_regions(source, piece) if c not in known}
+        return known | dict(zip(wanted, pull(list(wanted.values())), strict=True))
 
     def _check_scales(self, source: Source, piece: Piece, components: Mapping[str, torch.Tensor]) -> None:
         assert source.entry is not None
@@ -223,8 +228,13 @@ class LoadTask:
             kind = "quantized" if tensors.is_quantized(param) else ""
             return self._inexact(options, kind, "high precision in the checkpoint, quantized in the model"), kind, 0
         if not tensors.is_quantized(param):
+            if not param.is_floating_point():
+                return [Problem(self.key, f"{param.dtype} in the model", "a floating-point destination")], "", 0
             why = f"quantized in the checkpoint, {param.dtype} in the model"
             return self._inexact(options, "dequantized", why), "dequantized", 0
+        refusal = tensors.unwritable(param, self.key)
+        if refusal is not None:
+            return [refusal], "", 0
         scheme = tensors.scheme_of(param)
         if scheme.element != value.scheme.element and not options.allow_recast:
             remedy = "Pass LoadOptions(allow_recast=True) to requantize it."
@@ -267,6 +277,7 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
         The plan, without scales; what does not fit is in its problems.
     """
     plan = LoadPlan()
+    by_param: dict[int, LoadTask] = {}
     keys = {*manifest.tensors, *manifest.mixed}
     for entry in values_of(state_dict):
         if not is_entry(entry) or not (tensors.is_quantized(entry.data) or may_match(entry, keys)):
@@ -279,6 +290,10 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
             quantized = tensors.is_quantized(entry.data) or any(s.entry is not None for s in found)
             if stored and (quantized or moved):
                 plan.tasks[id(entry)] = LoadTask(entry, found)
+                other = by_param.setdefault(id(entry.data), plan.tasks[id(entry)])
+                if other.sources != found:
+                    where = f"the destination of {other.key} as well"
+                    plan.problems.append(Problem(entry.key, where, "one source for one parameter"))
             elif quantized:
                 plan.absent.append(
                     Problem(entry.key, "nothing in the checkpoint", "a quantized parameter of the model")
@@ -307,9 +322,10 @@ def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | 
     return plan_source(key, entry, box)
 
 
-def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions) -> None:
+def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions, directory: str = "") -> None:
     """Check all scale values, and decide every task's outcome; problems are added to the plan."""
     for task in plan.tasks.values():
+        task.directory = directory
         task.scales = {region: scales[region] for region in task.scale_regions()}
         bad = [p for source in task.sources for p in _bad_scales(task, source)]
         plan.problems += bad or task.rehearse(options)

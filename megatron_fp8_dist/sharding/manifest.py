@@ -376,14 +376,27 @@ def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]
             return None
     fragments = tuple(sorted((r.fragment for r in group), key=lambda f: f.box.offset))
     base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes)
+    if not _covers(first, fragments):
+        found = f"{len(fragments)} fragments in all main replicas"
+        problems.append(Problem(key, found, f"fragments that fill {list(first.global_shape)}, each saved once"))
+        return None
     if not first.even:
         return TensorEntry(*base, None, fragments)
-    shape = first.fragment.box.shape
+    shape = first.shape
     axes = [
         _axis_phases(key, axis, fragments, shape[axis], first.global_shape[axis], problems)
         for axis in range(len(shape))
     ]
     return TensorEntry(*base, EvenGrid(shape, dict(first.slots), tuple(axes)))
+
+
+def _covers(first: FragmentRecord, fragments: Sequence[Fragment]) -> bool:
+    """Whether fragments fill the tensor, each once."""
+    if not first.even:
+        return tiles([f.box for f in fragments], first.global_shape)
+    pairs = list(zip(first.global_shape, first.shape, strict=True))
+    count = math.prod(g // s if s else 1 for g, s in pairs)
+    return all(s == 0 or g % s == 0 for g, s in pairs) and len({f.box for f in fragments}) == len(fragments) == count
 
 
 def _axis_phases(
@@ -426,7 +439,9 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
             problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
         codes = index.get(component_key(key, entry.scheme.directions[0].data))
         if codes is not None and (
-            len(codes.chunks) != entry.num_fragments or not all(entry.is_fragment(c) for c in codes.chunks)
+            len(codes.chunks) != len(set(codes.chunks))
+            or len(codes.chunks) != entry.num_fragments
+            or not all(entry.is_fragment(c) for c in codes.chunks)
         ):
             found = f"{len(codes.chunks)} stored chunks"
             problems.append(Problem(key, found, f"the {entry.num_fragments} fragments of the manifest"))

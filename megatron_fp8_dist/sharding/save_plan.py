@@ -87,11 +87,10 @@ def mixed_stacks(infos: Sequence[StackInfo]) -> tuple[frozenset[str], list[Probl
 def check_replicas(state_dict: Any, infos: Sequence[StackInfo], rank: int) -> list[Problem]:
     """High-precision entries of this rank for what another rank holds quantized (tied embeddings, say)."""
     quantized = {(k, layer): r for r, info in enumerate(infos) for k, layers in info.items() for layer in layers}
-    if not quantized:
-        return []
+    keys = {key for key, _ in quantized}
     problems: list[Problem] = []
-    for entry in values_of(state_dict):
-        if not is_entry(entry) or tensors.is_quantized(entry.data) or not may_match(entry, {k for k, _ in quantized}):
+    for entry in values_of(state_dict) if keys else ():
+        if not is_entry(entry) or tensors.is_quantized(entry.data) or not may_match(entry, keys):
             continue
         for leaf in leaves(skeleton(entry)):
             other = quantized.get((leaf.key, _layer(leaf)))
@@ -205,6 +204,11 @@ def _codes_leaf(leaf: Any, direction: DirectionSpec, record: FragmentRecord) -> 
 
 def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: tuple[int, ...]) -> ComponentShard:
     grid = leaf.data.directions[direction.data].scale
+    expected = grid_shape(leaf.data.scheme, direction.scale, fragment, leaf.prepend_axis_num)[leaf.prepend_axis_num :]
+    if tuple(grid.values.shape) != expected:
+        found = f"{list(grid.values.shape)} blocks"
+        problem = Problem(leaf.key, found, f"{list(expected)}, those of one quantized shard", "Requantize it first.")
+        raise PlanningError("a tensor has other blocks than its scheme", [problem])
     data = grid.values.new_zeros(slots)
     filled = grid.values.reshape((1,) * leaf.prepend_axis_num + tuple(grid.values.shape))
     data[tuple(slice(0, n) for n in filled.shape)] = filled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..backends.directory import check_common_state, check_directory, clear_commit
+from ..backends.directory import COMMIT_MARKER, check_common_state, check_directory, clear_commit
 from ..compat.host import CHECKPOINT_ERRORS, dist_checkpointing, host_range, tolerates_missing
 from ..errors import Problem, StorageError
 from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
-from ..sharding.expand import QuantizedFactory, values_of
+from ..sharding.expand import QuantizedFactory, build_factories, values_of
 from ..sharding.layout import logical_key
-from .collective import agree, attempt, from_first, gather, is_agreed, rank
+from .collective import agree, attempt, barrier, from_first, gather, is_agreed, rank
 from .expansion import LoadExpansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
 from .prefetch import Prefetch
@@ -26,6 +27,9 @@ from .save import FP8SaveShardedStrategy
 _logger = logging.getLogger("megatron_fp8_dist")
 
 Strategy = TypeVar("Strategy", FP8SaveShardedStrategy, FP8LoadShardedStrategy)
+
+HOOK = "preprocess_common_before_consistancy_check"
+"""Megatron's name for the function that common state goes through before ranks compare it."""
 
 MAX_KEYS = 10
 """A warning names at most so many keys."""
@@ -61,8 +65,13 @@ def save(
     expanded = expand_save(sharded_state_dict)
     if host_range.COMMON_STATE_FIRST:
         # Or a crash could leave the older checkpoint's marker beside the new common state.
-        attempt(lambda: clear_commit(directory) if rank() == 0 else None)
-    return _together(lambda: dist_checkpointing.save(expanded, str(directory), strategy, **stock_kwargs))
+        attempt(lambda: clear_commit(directory, common_state=False) if rank() == 0 else None)
+    built = attempt(lambda: build_factories(expanded))
+    stock_kwargs[HOOK] = partial(_checked_common_state, stock_kwargs.get(HOOK))
+    return _together(
+        lambda: dist_checkpointing.save(built, str(directory), strategy, **stock_kwargs),
+        barriers=lambda: _pending_barriers(strategy, directory, stock_kwargs),
+    )
 
 
 def load(
@@ -97,7 +106,7 @@ def load(
     directory = Path(checkpoint_dir)
     strategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
     attempt(lambda: check_common_state(directory) if host_range.COMMON_STATE_FIRST else None)
-    absent_ok = tolerates_missing(stock_kwargs.get("strict"))
+    absent_ok = attempt(lambda: tolerates_missing(stock_kwargs.get("strict")))
     expansion = expand_load(sharded_state_dict, directory, strategy.options, absent_ok=absent_ok)
     for value in values_of(expansion.state_dict):
         if isinstance(value, QuantizedFactory):
@@ -187,10 +196,33 @@ def _log(report: LoadReport) -> None:
         _logger.warning("requantized blocks that could not be exact: %s%s", names, more)
 
 
-def _together(call: Callable[[], Any]) -> Any:
+def _checked_common_state(hook: Callable[[Any], Any] | None, common_state: Any) -> Any:
+    """Common state through the caller's hook, and known to pickle, on every rank.
+
+    Megatron calls this on all ranks, and broadcasts what comes back: a rank that failed there would be waited for.
+    """
+
+    def run() -> Any:
+        out = common_state if hook is None else hook(common_state)
+        pickle.dumps(out)
+        return out
+
+    return attempt(run)
+
+
+def _pending_barriers(strategy: FP8SaveShardedStrategy, directory: Path, stock_kwargs: Any) -> int:
+    """Barriers that the other ranks wait in, where this one failed after the strategy: in Megatron's commit."""
+    if not strategy.finished:
+        return 0
+    committed = (directory / COMMIT_MARKER).exists()
+    return int(not committed) + int(bool(stock_kwargs.get("verify_integrity")))
+
+
+def _together(call: Callable[[], Any], barriers: Callable[[], int] = lambda: 0) -> Any:
     """Run a call of the host on every rank; an error that one rank has alone reaches the others.
 
     A rank that fails before the strategy's first agreement meets the others there; one that fails after the last, here.
+    `barriers` tells in how many barriers of the host the others still are.
     """
     error: BaseException | None = None
     result = None
@@ -200,6 +232,8 @@ def _together(call: Callable[[], Any]) -> Any:
         if is_agreed(e):
             raise
         error = e
+        for _ in range(barriers()):
+            barrier()
     agree(error)
     return result
 

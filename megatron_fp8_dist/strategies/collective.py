@@ -66,6 +66,12 @@ def rank(group: Any = None) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
+def barrier() -> None:
+    """Wait for all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def gather(value: T, group: Any = None) -> list[T]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized():
@@ -146,9 +152,9 @@ def agree(error: BaseException | None, group: Any = None) -> None:
 def _votes(mine: _Vote, group: Any) -> list[_Vote]:
     """Every rank's vote.
 
-    A rank that failed inside Megatron's own code comes here while others may still be in Megatron's collectives, which
-    exchange objects as this one does. What comes back then are not votes; those ranks fail on what they got, or go on
-    to the strategy, and vote in one of the next rounds.
+    A rank that failed inside Megatron's own code comes here while others may still be in a gather of objects of
+    Megatron's, as this one is. What comes back then are not votes; those ranks fail on what they got, or go on to the
+    strategy, and vote in one of the next rounds. What Megatron does in broadcasts and barriers is checked beforehand.
     """
     for _ in range(_ROUNDS):
         votes = gather(mine, group)

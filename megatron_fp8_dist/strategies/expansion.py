@@ -16,7 +16,7 @@ from ..backends.torch_dist import TorchDistBackend
 from ..errors import ManifestError
 from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
-from ..sharding.expand import check_entries, check_model
+from ..sharding.expand import check_entries, check_model, outside_autograd, unexpanded
 from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
 from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, check_against_index
 from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
@@ -90,6 +90,7 @@ def _check_local(state_dict: Any, model: Any) -> None:
 
 def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
     """Expand for a save. Collective: a rank with high-precision layers alone cannot know that its stack is mixed."""
+    state_dict = unexpanded(state_dict)
 
     def local() -> Any:
         _check_local(state_dict, model)
@@ -108,7 +109,7 @@ def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
         refuse("the state dict cannot be saved exactly", found)
         return expanded, records
 
-    expanded, records = attempt(expand, group)
+    expanded, records = attempt(lambda: outside_autograd(expand), group)
     everywhere = gather_to_first(records, group)
     attempt(lambda: build_manifest((r for part in everywhere for r in part), {}) if everywhere else None, group)
     return expanded
@@ -149,6 +150,7 @@ def expand_load(
 
     `absent_ok` leaves it to the host what it says of a parameter that the checkpoint does not hold.
     """
+    state_dict = unexpanded(state_dict)
     manifest = _manifest(directory, group) or Manifest(tensors={})
     backend = backend_of(directory)
 
@@ -156,12 +158,12 @@ def expand_load(
         _check_local(state_dict, model)
         planned = plan_tasks(state_dict, manifest, backend.index(directory))
         regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
-        finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options)
+        finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options, str(directory))
         missing = [] if absent_ok else planned.absent
         refuse("the checkpoint cannot be loaded into this model", [*planned.problems, *missing])
         return planned
 
-    planned = attempt(plan, group)
+    planned = attempt(lambda: outside_autograd(plan), group)
     report = _report(planned, directory, group)
     record(report)
     return LoadExpansion(expand_for_load(state_dict, planned), planned, report, backend)

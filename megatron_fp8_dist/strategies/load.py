@@ -89,7 +89,12 @@ def _check_leaves(sharded_state_dict: Any, directory: Path) -> None:
     remedy = "Use megatron_fp8_dist.load(...), or load expand_quantized(state_dict, checkpoint_dir=...)."
     problems = []
     for leaf in sharded_leaves(sharded_state_dict):
-        if not isinstance(leaf, ShardedTensor) or isinstance(leaf, ComponentShard):
+        if not isinstance(leaf, ShardedTensor):
+            continue
+        if isinstance(leaf, ComponentShard):
+            if leaf.planned_for != str(directory):
+                found = f"an expansion for {leaf.planned_for or 'a save'}"
+                problems.append(Problem(leaf.key, found, f"one for {directory}", remedy))
             continue
         if tensors.is_quantized(leaf.data):
             found = f"a quantized {type(leaf.data).__name__} that was not expanded"

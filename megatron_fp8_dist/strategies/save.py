@@ -12,7 +12,7 @@ from typing import Any
 
 from ..backends.directory import clear_commit, write_manifest
 from ..backends.torch_dist import TorchDistBackend
-from ..compat.host import HOST_VERSION, ShardedTensor, TorchDistSaveShardedStrategy, sharded_leaves
+from ..compat.host import HOST_VERSION, ShardedTensor, TorchDistSaveShardedStrategy, host_range, sharded_leaves
 from ..compat.probe import installed
 from ..errors import Problem
 from ..options import SaveOptions
@@ -42,7 +42,10 @@ def _check_leaves(sharded_state_dict: Any) -> None:
     for leaf in sharded_leaves(sharded_state_dict):
         if not isinstance(leaf, ShardedTensor):
             continue
-        if tensors.is_quantized(leaf.data):
+        if isinstance(leaf, ComponentShard) and leaf.data is None:
+            remedy = "Expand it for a save: without checkpoint_dir=."
+            problems.append(Problem(leaf.key, "an expansion for a load", "components with data", remedy))
+        elif tensors.is_quantized(leaf.data):
             remedy = "Use megatron_fp8_dist.save(...), or save expand_quantized(state_dict)."
             found = f"a quantized {type(leaf.data).__name__} that was not expanded"
             problems.append(Problem(leaf.key, found, "components", remedy))
@@ -94,6 +97,8 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             self.inner = copy(inner)
             self.inner.base_strategy = _BackendStrategy(self)
         self.report: SaveReport | None = None
+        self.finished = False
+        """Whether the newest save has left this strategy: Megatron's commit is next."""
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """Write a checkpoint. Collective.
@@ -111,7 +116,7 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             PlanningError, ManifestError: nothing was written (1).
             StorageError: the directory holds no complete checkpoint (2 to 4).
         """
-        started = time.perf_counter()
+        started, self.finished = time.perf_counter(), False
         directory = Path(checkpoint_dir)
         manifest, size = self._prepare(sharded_state_dict, directory)
         if hasattr(self.inner, "base_strategy"):
@@ -141,7 +146,7 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     def _prepare(self, sharded_state_dict: Any, directory: Path) -> tuple[Manifest | None, int]:
         """Steps 1 and 2. Returns the manifest without digest (rank 0 alone) and the bytes of all ranks' components."""
         attempt(lambda: _check_leaves(sharded_state_dict))
-        gathered = gather_to_first(_records(sharded_state_dict))
+        gathered = gather_to_first(attempt(lambda: _records(sharded_state_dict)))
 
         def build() -> Manifest | None:
             if gathered is None:
@@ -149,7 +154,8 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             return build_manifest((r for records, _ in gathered for r in records), _writer_versions())
 
         manifest = attempt(build)
-        attempt(lambda: clear_commit(directory) if rank() == 0 else None)
+        written = host_range.COMMON_STATE_FIRST
+        attempt(lambda: clear_commit(directory, common_state=not written) if rank() == 0 else None)
         return manifest, sum(size for _, size in gathered or ())
 
     def _finish(self, manifest: Manifest | None, directory: Path, size: int, started: float) -> None:
@@ -182,6 +188,7 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.report = from_first(report)
         assert self.report is not None
         record(self.report)
+        self.finished = True
 
 
 class _BackendStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # Megatron has no types

@@ -24,12 +24,20 @@ _ELEMENT_NAMES = {"kFloat8E4M3": "E4M3", "kFloat8E5M2": "E5M2"}
 class _Adapter:
     """One Transformer Engine class."""
 
+    refusal: Callable[[Any], str | None]
+    """Why a tensor cannot be saved or restored exactly, or None."""
     scheme: Callable[[Any], Scheme]
     """Its scheme."""
     components: Callable[[Any], dict[str, torch.Tensor]]
     """Its components in logical orientation, as views of its buffers where the buffers are there."""
     write: Callable[[Any, dict[str, torch.Tensor]], None]
     """Put components into its buffers, in place, and leave the other direction restored or marked invalid."""
+
+
+def _float8_refusal(tensor: Any) -> str | None:
+    if tensor._data is None and (tensor._transpose is None or tensor._transpose_invalid):
+        return "without valid codes: _data is None, and _transpose is None or marked invalid"
+    return None
 
 
 def _float8_scheme(tensor: Any) -> Scheme:
@@ -60,7 +68,7 @@ def _float8_write(tensor: Any, components: dict[str, torch.Tensor]) -> None:
 
 
 _ADAPTERS: dict[str, _Adapter] = {
-    "Float8Tensor": _Adapter(_float8_scheme, _float8_components, _float8_write),
+    "Float8Tensor": _Adapter(_float8_refusal, _float8_scheme, _float8_components, _float8_write),
 }
 
 
@@ -81,9 +89,11 @@ def unsupported(value: torch.Tensor, key: str) -> Problem | None:
     """Why the quantized tensor `value` cannot be saved or restored exactly, or None."""
     if isinstance(value, BlockScaledTensor):
         return None
-    name = _te_class(value)
-    if name in _ADAPTERS:
-        return None
+    name = str(_te_class(value))
+    adapter = _ADAPTERS.get(name)
+    if adapter is not None:
+        reason = adapter.refusal(value)
+        return None if reason is None else Problem(key, f"a {name} {reason}", f"a {name} that holds its codes")
     return Problem(
         key=key,
         found=f"a quantized tensor of Transformer Engine class {name}",
@@ -92,12 +102,21 @@ def unsupported(value: torch.Tensor, key: str) -> Problem | None:
     )
 
 
+def unwritable(value: torch.Tensor, key: str) -> Problem | None:
+    """Why the quantized tensor `value` cannot be restored in place, or None."""
+    if not isinstance(value, BlockScaledTensor):
+        return unsupported(value, key)
+    if value.is_cut or not value.is_whole():
+        found = "a part of another quantized tensor, or several joined"
+        return Problem(key, found, "a parameter that is one whole quantized shard")
+    return None
+
+
 def _adapter(value: torch.Tensor) -> _Adapter:
-    name = _te_class(value)
-    if name not in _ADAPTERS:
-        problem = unsupported(value, "(tensor)")
-        raise PlanningError("unsupported quantized tensor", [problem] if problem else [])
-    return _ADAPTERS[name]
+    problem = unsupported(value, "(tensor)")
+    if problem is not None:
+        raise PlanningError("unsupported quantized tensor", [problem])
+    return _ADAPTERS[str(_te_class(value))]
 
 
 def scheme_of(value: torch.Tensor) -> Scheme:
