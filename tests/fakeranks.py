@@ -1,16 +1,15 @@
 """Ranks of a parallel layout, one after another in one process, without torch.distributed.
 
-A `Model` is whole weights in NumPy, every element with a scale of its own. A layout cuts it into what each rank holds;
-what a load puts into a rank is compared with the same cut of the whole.
+What a load puts into a rank is compared, byte for byte, with the same cut of the whole model.
 """
 
 from __future__ import annotations
 
-import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,204 +22,21 @@ from megatron_fp8_dist.backends.memory import MemoryBackend
 from megatron_fp8_dist.compat.host import ShardedTensor, is_main_replica
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.options import LoadOptions
-from megatron_fp8_dist.quantized.numerics import destination_edges
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from megatron_fp8_dist.sharding.expand import ComponentShard, values_of
 from megatron_fp8_dist.sharding.load_plan import LoadPlan, Outcome, expand_for_load, finish_plan, plan_tasks
 from megatron_fp8_dist.sharding.manifest import Manifest, build_manifest, check_against_index, metadata_digest
 from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
-from tests.elementwise import Bits, Bytes, Elements, component_bytes, conform, float_bits, raw, scaled, starts
+from tests.elementwise import Elements, component_bytes, conform, elements_of, float_bits, joined, raw, scaled
+from tests.fakemodel import CUT_AXIS, Index, Layout, Model, Place, Weight
+from tests.shards import random_shard
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
     from megatron_fp8_dist.backends.base import Backend
     from megatron_fp8_dist.sharding.layout import Region
 
-Index = tuple[int, ...]
-"""Layer, or layer and expert."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Sizes of the parallel groups."""
-
-    tp: int
-    pp: int = 1
-    ep: int = 1
-    dp: int = 1
-
-    def places(self) -> Iterator[Place]:
-        """Every rank's place."""
-        for pp, ep, dp, tp in itertools.product(*map(range, (self.pp, self.ep, self.dp, self.tp))):
-            yield Place(self, tp, pp, ep, dp)
-
-    def __str__(self) -> str:
-        return "".join(f"{n}{s}" for n, s in zip(("tp", "pp", "ep", "dp"), self._sizes, strict=True) if s > 1) or "one"
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return self.tp, self.pp, self.ep, self.dp
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One rank in its layout."""
-
-    layout: Layout
-    tp: int
-    pp: int
-    ep: int
-    dp: int
-
-    def holds(self, index: Index, stack: tuple[int, ...]) -> bool:
-        """Whether the rank holds a layer (and expert) of a stack."""
-        mine = zip(index, stack, (self.pp, self.ep), (self.layout.pp, self.layout.ep), strict=False)
-        return all(i * parts // total == part for i, total, part, parts in mine)
-
-
-def block_of(size: int, part: int, parts: int) -> NDArray[np.int64]:
-    """Indices of one of `parts` equal parts."""
-    return np.arange(part * size // parts, (part + 1) * size // parts)
-
-
-def cut_indices(cut: str, shape: tuple[int, ...], tp: int, parts: int) -> tuple[NDArray[np.int64], ...]:
-    """Indices, per axis, of what a tensor-parallel rank holds of a weight of `shape`."""
-    everything = [np.arange(s) for s in shape]
-    if cut == "column":
-        everything[0] = block_of(shape[0], tp, parts)
-    elif cut == "row":
-        everything[1] = block_of(shape[1], tp, parts)
-    elif cut == "swiglu":
-        half = block_of(shape[0] // 2, tp, parts)
-        everything[0] = np.concatenate([half, half + shape[0] // 2])
-    return tuple(everything)
-
-
-CUT_AXIS = {"column": 0, "row": 1, "swiglu": 0}
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight of every layer, whole."""
-
-    name: str
-    cut: str
-    """"column", "row", "swiglu" or "norm" (replicated)."""
-    codes: Bytes
-    """(layers, M, K), (layers, experts, M, K) or (layers, M)."""
-    scale: Bits
-    """Bits of every element's scale."""
-    plain: NDArray[np.float32]
-    """What the layers hold that are not quantized."""
-    schemes: tuple[Scheme | None, ...]
-    """Per layer; None: high precision."""
-
-    @property
-    def stack(self) -> tuple[int, ...]:
-        """Layers, or layers and experts."""
-        return self.codes.shape[: self.codes.ndim - (1 if self.cut == "norm" else 2)]
-
-    def local(self, array: NDArray[Any], index: Index, place: Place) -> NDArray[Any]:
-        """What a rank holds of one layer of an array that belongs to this weight."""
-        whole: NDArray[Any] = array[index]
-        return whole[np.ix_(*cut_indices(self.cut, whole.shape, place.tp, place.layout.tp))]
-
-    def elements(self, index: Index, place: Place) -> Elements:
-        """Codes and scales that a rank holds of one layer."""
-        codes = self.local(self.codes, index, place)
-        return Elements(codes, self.local(self.scale, index, place), np.ones(codes.shape, np.bool_))
-
-    def tensor(self, index: Index, place: Place) -> torch.Tensor:
-        """A rank's parameter."""
-        scheme = self.schemes[index[0]]
-        if scheme is None:
-            return torch.from_numpy(self.local(self.plain, index, place)).to(torch.bfloat16)
-        elements = self.elements(index, place)
-        components: dict[str, torch.Tensor] = {}
-        for spec in scheme.directions:
-            edges = destination_edges(scheme, spec, elements.codes.shape)
-            values = elements.scale[np.ix_(*(e[:-1] for e in edges))].view(np.float32)
-            components |= {spec.data: torch.from_numpy(elements.codes), spec.scale.component: torch.from_numpy(values)}
-        return BlockScaledTensor.from_components(scheme, components)
-
-
-@dataclass(frozen=True)
-class Model:
-    """Whole weights."""
-
-    weights: tuple[Weight, ...]
-    stacked: bool
-    """Whether layers are a prepended axis of one key; otherwise each has its own key."""
-
-    def with_schemes(self, *schemes: Scheme | None) -> Model:
-        """The same model with other schemes for its quantized weights, layer by layer."""
-        return replace(self, weights=tuple(w if w.cut == "norm" else replace(w, schemes=schemes) for w in self.weights))
-
-
-E4M3 = Scheme("per_tensor", "E4M3")
-SHAPES = {"column": (8, 8), "row": (8, 8), "swiglu": (16, 8)}
-
-
-def scales(cut: str, shape: tuple[int, ...], scheme: Scheme, shards: int, rng: np.random.Generator) -> Bits:
-    """Every element's scale, where each of `shards` tensor-parallel shards was quantized alone."""
-    out = np.zeros(shape, np.float32)
-    blocks = scheme.block(scheme.directions[0].scale, 2)
-    for part in range(shards):
-        indices = cut_indices(cut, shape, part, shards)
-        for first in itertools.product(*(starts(len(i), b) for i, b in zip(indices, blocks, strict=True))):
-            window = [i[f : None if b is None else f + b] for i, f, b in zip(indices, first, blocks, strict=True)]
-            out[np.ix_(*window)] = rng.uniform(0.01, 2.0)
-    return out.view(np.uint32)
-
-
-def weight(
-    cut: str, stack: tuple[int, ...], schemes: tuple[Scheme | None, ...], shards: int, seed: int, shape: Sequence[int]
-) -> Weight:
-    """A weight with random bytes (for exact paths all 256 of them) and distinct scales."""
-    rng = np.random.default_rng(seed)
-    whole = (*stack, *shape)
-    kind = next((s for s in schemes if s is not None), E4M3)
-    bits = np.zeros(whole, np.uint32)
-    if cut != "norm":
-        for index in np.ndindex(*stack):
-            bits[index] = scales(cut, tuple(shape), kind, shards, rng)
-    codes = rng.integers(0, 256, whole, dtype=np.uint8)
-    plain = rng.permutation(np.arange(codes.size, dtype=np.float32) - codes.size / 2).reshape(whole)
-    return Weight(f"{cut}.weight", cut, codes, bits, plain, schemes)
-
-
-def make_model(
-    *schemes: Scheme | None,
-    stacked: bool = True,
-    shards: int = 1,
-    experts: int = 0,
-    finite: bool = False,
-    shapes: dict[str, tuple[int, int]] | None = None,
-    seed: int = 0,
-) -> Model:
-    """A model with one layer per scheme.
-
-    Args:
-        schemes: per layer; None is high precision.
-        stacked: whether layers are a prepended axis.
-        shards: how many tensor-parallel shards were quantized apart; 1 gives scales that are equal on all ranks.
-        experts: 0, or the size of a second prepended axis.
-        finite: leave out NaN and infinite codes, which say nothing about rounding.
-        shapes: of the weights by cut.
-        seed: of the random values.
-    """
-    stack = (len(schemes), experts) if experts else (len(schemes),)
-    chosen = SHAPES if shapes is None else shapes
-    made = [weight(cut, stack, schemes, shards, seed + i, shape) for i, (cut, shape) in enumerate(chosen.items())]
-    if finite:
-        made = [replace(w, codes=np.where(w.codes & 0x7F >= 0x7B, w.codes & 0x83, w.codes)) for w in made]
-    if not experts:
-        made.append(weight("norm", stack, (None,) * len(schemes), 1, seed + 99, (8,)))
-    return Model(tuple(made), stacked)
+DIRECTORY = Path("checkpoint")
 
 
 @dataclass
@@ -404,3 +220,52 @@ def check_quantized(source: Elements, scheme: Scheme, destination: torch.Tensor,
     np.testing.assert_array_equal(float_bits(tensor.components()[spec.scale.component]), values)
     assert outcome.kind == ("requantized" if count else "exact")
     assert outcome.requantized_blocks == count
+
+
+def kinds(ranks: Sequence[Rank]) -> set[str]:
+    """What the plans said of all parameters."""
+    return {outcome.kind for rank in ranks for outcome in rank.outcomes.values()}
+
+
+def pair_id(value: Any) -> str | None:
+    """A layout's name in test ids."""
+    return str(value) if isinstance(value, Layout) else None
+
+
+def single(key: str, tensor: torch.Tensor, *offsets: tuple[int, int, int], **more: Any) -> Any:
+    """An entry by rank offsets."""
+    return ShardedTensor.from_rank_offsets(key, tensor, *offsets, **more)
+
+
+def rank_with(**entries: Any) -> Rank:
+    """A rank with these entries, whose data are its tensors."""
+    return Rank(next(Layout(1).places()), dict(entries), {n: e.data for n, e in entries.items()})
+
+
+def whole_of(parts: Sequence[torch.Tensor]) -> Elements:
+    """The elements of shards along axis 0."""
+    return joined([elements_of(p) for p in parts], 0)
+
+
+def through(model: Model, source: Layout, target: Layout, wanted: Model | None = None, **options: Any) -> list[Rank]:
+    """Save at one layout, load at another, and compare."""
+    backend = Recorder()
+    manifest = save(build(model, source), backend, DIRECTORY)
+    ranks = build(wanted or model, target, empty=True)
+    load(ranks, backend, DIRECTORY, manifest, LoadOptions(**options))
+    check(model, ranks)
+    return ranks
+
+
+def uneven(key: str, tensor: torch.Tensor, offset: int, total: int, **more: Any) -> Any:
+    """A fragment whose rank knows its element offset, not its index."""
+    shape = tuple(tensor.shape)
+    return ShardedTensor(key, tensor, tensor.dtype, shape, (total, *shape[1:]), (offset, 0), None, **more)
+
+
+def padded(rows: Sequence[int], seed: int, scale: float) -> list[Rank]:
+    """Ranks with shards of these many rows of a table that may have been padded."""
+    return [
+        rank_with(w=single("w", random_shard((n, 8), seed + i, scale), (0, i, len(rows)), allow_shape_mismatch=True))
+        for i, n in enumerate(rows)
+    ]

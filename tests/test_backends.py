@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_fp8_dist.backends.torch_dist import TorchDistBackend
 from megatron_fp8_dist.compat.host import ShardedTensor
 from megatron_fp8_dist.errors import IncompleteCheckpointError, StorageError
 from megatron_fp8_dist.sharding.layout import Region
-from tests.backend_suite import BackendSuite, Tensors, all_of, chunk, distinct, same_bytes, wanted, window
+from tests.backend_suite import QUARTERS, BackendSuite, Tensors, all_of, chunk, distinct, same_bytes, wanted, window
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,6 +125,17 @@ class TestTorchDist(BackendSuite):
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(StorageError, match=r"\.metadata"):
             TorchDistBackend().index(tmp_path)
+
+    def test_a_chunk_that_the_metadata_lacks_is_an_error(self, tmp_path: Path) -> None:
+        whole = distinct((8, 6))
+        self.written(tmp_path, **{str(i): chunk("w", whole, box) for i, box in enumerate(QUARTERS)})
+        metadata = FileSystemReader(tmp_path).read_metadata()
+        entry = metadata.state_dict_metadata["w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.chunks.pop()
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(StorageError, match="w: found regions without data"):
+            TorchDistBackend().read(tmp_path, [Region("w", all_of(whole), (8, 6))])
 
     def test_lost_metadata_is_an_incomplete_checkpoint(self, tmp_path: Path) -> None:
         whole = distinct((8, 6))

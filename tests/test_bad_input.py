@@ -442,6 +442,13 @@ def test_ours_over_a_stock_save(tmp_path: Path) -> None:
         dist_checkpointing.load(plain.sharded_state_dict(), str(tmp_path))
 
 
+def test_common_state_of_an_older_checkpoint_is_not_read(tmp_path: Path) -> None:
+    # Where there is a common.pt, as Megatron up to 0.18 writes it, 0.19 takes it for its own.
+    torch.save({"iteration": 1}, tmp_path / "common.pt")
+    save(blank().sharded_state_dict() | {"iteration": 2}, tmp_path)
+    assert load(blank().sharded_state_dict(), tmp_path)["iteration"] == 2
+
+
 def test_a_checkpoint_without_quantized_tensors_over_one_with_them(checkpoint: Path) -> None:
     plain = toy_model.Toy("block_scaled", PLACE, high_precision=EVERY_LAYER)
     save(plain.sharded_state_dict(), checkpoint)

@@ -176,6 +176,16 @@ def test_our_lenient_load_leaves_out_what_the_checkpoint_does_not_hold(tmp_path:
 
 
 @pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_mode(tmp_path: Path, kind: str) -> None:
+    saved, loaded = toy_model.Toy(kind, PLACE), toy_model.Toy(kind, PLACE, blank=True)
+    with torch.inference_mode():
+        save(saved.sharded_state_dict(), tmp_path)
+        load(loaded.sharded_state_dict(), tmp_path)
+    assert loaded.wrong() == []
+
+
+@pytest.mark.usefixtures("single")
 def test_what_is_expanded_is_left_alone(tmp_path: Path) -> None:
     saved = expand_quantized(toy_model.Toy("block_scaled", PLACE).sharded_state_dict())
     save(expand_quantized(saved), tmp_path)
