@@ -76,7 +76,7 @@ def spread(grid: Grid) -> tuple[Bits, NDArray[np.bool_]]:
     return scale, known
 
 
-def elements_of(tensor: torch.Tensor, direction: str = "rowwise_data") -> Elements:
+def elements_of(tensor: torch.Tensor, direction: str = "rowwise") -> Elements:
     """The elements of one direction of a tensor."""
     part = scaled(tensor).directions[direction]
     return Elements(part.codes.contiguous().numpy(), *spread(part.scale))

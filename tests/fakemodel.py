@@ -121,7 +121,7 @@ class Weight:
         elements = self.elements(index, place)
         components: dict[str, torch.Tensor] = {}
         for spec in scheme.directions:
-            edges = destination_edges(scheme, spec, elements.codes.shape)
+            edges = destination_edges(scheme, spec.scale, elements.codes.shape)
             values = elements.scale[np.ix_(*(e[:-1] for e in edges))].view(np.float32)
             components |= {spec.data: torch.from_numpy(elements.codes), spec.scale.component: torch.from_numpy(values)}
         return BlockScaledTensor.from_components(scheme, components)

@@ -11,6 +11,7 @@ from megatron_fp8_dist.sharding.manifest import Manifest, MixedStack
 E4M3 = Scheme("per_tensor", "E4M3")
 E5M2 = Scheme("per_tensor", "E5M2")
 SCALE = "rowwise_scale_inv"
+ROWWISE = ("rowwise",)
 
 
 def manifest() -> Manifest:
@@ -20,10 +21,10 @@ def manifest() -> Manifest:
     uneven = tuple(Fragment(Box((a, 0), (b - a, 4)), (0, 0)) for a, b in pairwise((0, 5, 8, 16)))
     return Manifest(
         tensors={
-            "even": TensorEntry(E4M3, "bfloat16", (8, 6), 0, row),
-            "blocks": TensorEntry(Scheme("toy_block", "E4M3"), "float16", (2, 12, 8), 1, blocks),
-            "uneven": TensorEntry(E5M2, "bfloat16", (16, 4), 0, None, uneven),
-            "mixed.layer_1": TensorEntry(E4M3, "bfloat16", (8, 6), 0, row),
+            "even": TensorEntry(E4M3, "bfloat16", (8, 6), 0, ROWWISE, row),
+            "blocks": TensorEntry(Scheme("toy_block", "E4M3"), "float16", (2, 12, 8), 1, ROWWISE, blocks),
+            "uneven": TensorEntry(E5M2, "bfloat16", (16, 4), 0, ROWWISE, None, uneven),
+            "mixed.layer_1": TensorEntry(E4M3, "bfloat16", (8, 6), 0, ROWWISE, row),
         },
         mixed={"mixed": MixedStack(3, (1,))},
         digest="sha256:0",

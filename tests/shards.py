@@ -27,9 +27,9 @@ def make(name: str, shape: Sequence[int] = SHAPE, element: str = "E4M3", seed: i
     directions = {}
     for spec in scheme.directions:
         codes = torch.randint(0, 256, tuple(shape), dtype=torch.uint8, generator=generator)
-        edges = numerics.destination_edges(scheme, spec, tuple(shape))
+        edges = numerics.destination_edges(scheme, spec.scale, tuple(shape))
         scales = torch.rand([len(e) - 1 for e in edges], generator=generator) + 0.5
-        directions[spec.data] = Direction(codes, Grid(scales, edges))
+        directions[spec.name] = Direction(codes, Grid(scales, edges))
     return BlockScaledTensor(scheme, directions)
 
 
@@ -48,6 +48,6 @@ def random_shard(shape: tuple[int, ...], seed: int, scale: float, scheme: Scheme
     """A whole quantized shard of random finite codes, all of one scale."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 0x7B, shape, dtype=torch.uint8, generator=generator)
-    edges = numerics.destination_edges(scheme, scheme.directions[0], shape)
+    edges = numerics.destination_edges(scheme, scheme.directions[0].scale, shape)
     values = torch.full([len(e) - 1 for e in edges], scale)
     return BlockScaledTensor.from_components(scheme, {"rowwise_data": codes, "rowwise_scale_inv": values})

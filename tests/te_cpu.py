@@ -6,9 +6,17 @@ Classes, buffers and quantizers are Transformer Engine's own; only what a device
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from unittest import mock
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Index: TypeAlias = NDArray[np.int64]
 
 CPU = torch.device("cpu")
 DELAYED_SCALE = 3.0
@@ -69,9 +77,154 @@ def float8(
     )
 
 
-def blockwise(rows: int, columns: int) -> Any:
-    """An empty Float8BlockwiseQTensor."""
-    from transformer_engine.pytorch import Float8BlockQuantizer
+# Block-scaled classes
 
-    maker = Float8BlockQuantizer(element_type("E4M3"), rowwise=True, columnwise=True)
-    return maker.make_empty((rows, columns), dtype=torch.bfloat16, device=CPU)
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One of Transformer Engine's block-scaled classes, and a way to use it."""
+
+    name: str
+    """"blockwise_2d", "blockwise_1d", "mxfp8", "mxfp8_2d", "nvfp4" or "nvfp4_2d"."""
+    element: str = "E4M3"
+    power_of_two: bool = True
+
+    @property
+    def derived(self) -> bool:
+        """Whether columnwise follows from rowwise."""
+        return self.name.endswith("_2d")
+
+    @property
+    def packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.name.startswith("nvfp4")
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.element}{'' if self.power_of_two else '-plain'}"
+
+
+@contextmanager
+def current_device_stand_in() -> Iterator[None]:
+    """torch.cuda.current_device() says the CPU: NVFP4Quantizer asks it where to put its Hadamard matrix."""
+    with mock.patch("torch.cuda.current_device", return_value="cpu"):
+        yield
+
+
+def block_quantizer(kind: Kind, *, rowwise: bool = True, columnwise: bool = True) -> Any:
+    """The quantizer of a class."""
+    from transformer_engine.pytorch import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
+
+    usage = {"rowwise": rowwise, "columnwise": columnwise}
+    if kind.name.startswith("blockwise"):
+        dim = 2 if kind.derived else 1
+        plain = {"force_pow_2_scales": kind.power_of_two, "block_scaling_dim": dim}
+        return Float8BlockQuantizer(element_type(kind.element), **usage, **plain)
+    if kind.packed:
+        return NVFP4Quantizer(**usage, with_2d_quantization=kind.derived)
+    return MXFP8Quantizer(element_type(kind.element), **usage, with_2d_quantization=kind.derived)
+
+
+def empty(kind: Kind, shape: tuple[int, ...], *, rowwise: bool = True, columnwise: bool = True) -> Any:
+    """A tensor with the buffers that Transformer Engine allocates, each byte of them garbage."""
+    with current_device_stand_in():
+        maker = block_quantizer(kind, rowwise=rowwise, columnwise=columnwise)
+        tensor = maker.make_empty(shape, dtype=torch.bfloat16, device=CPU)
+        if not (rowwise and columnwise):
+            tensor.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
+    for number, buffer in enumerate(buffers(tensor).values()):
+        buffer.view(torch.uint8).fill_(0x91 + number)
+    return tensor
+
+
+def buffers(tensor: Any) -> dict[str, torch.Tensor]:
+    """Attribute -> buffer, of those that are there."""
+    found = {name: getattr(tensor, name) for name, _ in type(tensor)._INNER_TENSORS}
+    return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+
+# Where Transformer Engine keeps the scale of element (i, j): (row, column) of the buffer.
+_SCALE_PLACES: dict[tuple[str, str], Callable[[Index, Index], tuple[Index, Index]]] = {
+    ("blockwise_2d", "rowwise"): lambda i, j: (i // 128, j // 128),
+    ("blockwise_2d", "columnwise"): lambda i, j: (j // 128, i // 128),
+    ("blockwise_1d", "rowwise"): lambda i, j: (j // 128, i),
+    ("blockwise_1d", "columnwise"): lambda i, j: (i // 128, j),
+    ("mxfp8", "rowwise"): lambda i, j: (i, j // 32),
+    ("mxfp8", "columnwise"): lambda i, j: (i // 32, j),
+    ("nvfp4", "rowwise"): lambda i, j: (i, j // 16),
+    ("nvfp4", "columnwise"): lambda i, j: (j, i // 16),
+}
+
+
+class Places:
+    """Where each element of a tensor lies in the buffers of one direction, by Transformer Engine's own rules."""
+
+    def __init__(self, tensor: Any, kind: Kind, direction: str) -> None:
+        i, j = np.indices(tuple(tensor.shape))
+        place = kind.name if kind.name.startswith("blockwise") else kind.name.removesuffix("_2d")
+        self.tensor, self.direction = tensor, direction
+        self.scale_at = _SCALE_PLACES[place, direction](i, j)
+        transposed = direction == "columnwise" and not place.startswith("mxfp8")
+        row, column = (j, i) if transposed else (i, j)
+        self.shift = 4 * (column % 2) if kind.packed else np.zeros_like(column)
+        self.code_at = (row, column // 2 if kind.packed else column)
+        self.mask = 0xF if kind.packed else 0xFF
+
+    def _buffer(self, name: str) -> NDArray[Any]:
+        buffer: torch.Tensor = getattr(self.tensor, name)
+        return buffer.numpy()
+
+    def codes(self) -> NDArray[np.uint8]:
+        """One code per element."""
+        return (self._buffer(f"_{self.direction}_data")[self.code_at] >> self.shift & self.mask).astype(np.uint8)
+
+    def scales(self) -> NDArray[Any]:
+        """One scale per element, as its buffer has it."""
+        found: NDArray[Any] = self._buffer(f"_{self.direction}_scale_inv")[self.scale_at]
+        return found
+
+    def pads(self) -> NDArray[Any]:
+        """The scales that belong to no element."""
+        buffer = self._buffer(f"_{self.direction}_scale_inv")
+        used = np.zeros(buffer.shape, np.bool_)
+        used[self.scale_at] = True
+        found: NDArray[Any] = buffer[~used]
+        return found
+
+    def write(self, codes: NDArray[np.uint8], scales: NDArray[Any]) -> None:
+        """Put elements into the buffers; pads stay as they are."""
+        data = self._buffer(f"_{self.direction}_data")
+        data[...] = 0
+        np.bitwise_or.at(data, self.code_at, (codes << self.shift).astype(np.uint8))
+        self._buffer(f"_{self.direction}_scale_inv")[self.scale_at] = scales
+
+
+def hybrid(rows: int, columns: int) -> Any:
+    """A HybridQuantizedTensor of two MXFP8 halves."""
+    from transformer_engine.pytorch import HybridQuantizer
+    from transformer_engine.pytorch.tensor import HybridQuantizedTensor
+
+    halves = [block_quantizer(Kind("mxfp8")) for _ in range(2)]
+    parts = [q.make_empty((rows, columns), dtype=torch.bfloat16, device=CPU) for q in halves]
+    return HybridQuantizedTensor(
+        shape=(rows, columns),
+        dtype=torch.bfloat16,
+        rowwise_storage=parts[0],
+        columnwise_storage=parts[1],
+        quantizer=HybridQuantizer(rowwise_quantizer=halves[0], columnwise_quantizer=halves[1]),
+        device=CPU,
+    )
+
+
+def grouped(rows: int, columns: int) -> Any:
+    """A GroupedTensor of two MXFP8 members."""
+    from transformer_engine.pytorch.tensor import GroupedTensor
+
+    return GroupedTensor(
+        (2 * rows, columns),
+        torch.bfloat16,
+        num_tensors=2,
+        shapes=[(rows, columns)] * 2,
+        quantizer=block_quantizer(Kind("mxfp8")),
+        data=torch.zeros(2 * rows * columns, dtype=torch.uint8),
+        scale_inv=torch.zeros(2 * rows * columns // 32, dtype=torch.uint8),
+    )

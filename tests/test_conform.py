@@ -36,7 +36,7 @@ each_scheme = pytest.mark.parametrize("name", SCHEMES)
 
 
 def blocks_of(scheme: Scheme, direction: str) -> tuple[int | None, ...]:
-    return next(d.scale.block for d in scheme.directions if d.data == direction)
+    return next(d.scale.block for d in scheme.directions if d.name == direction)
 
 
 def check_conform(source: BlockScaledTensor, target: Scheme, directions: Sequence[str] = (toyschemes.ROWWISE,)) -> int:
@@ -217,6 +217,6 @@ def test_assembled_with_holes_agrees_with_the_model(
         part = elements_of(piece)
         model.codes[window], model.scale[window], model.known[window] = part.codes, part.scale, part.known
     scheme = pieces[0][1].scheme if pieces else Scheme("per_tensor", "E4M3")
-    whole = assemble(shape, pieces, scheme, torch.bfloat16, torch.device("cpu"))
+    whole = assemble(shape, pieces, scheme, torch.bfloat16, torch.device("cpu"), [d.name for d in scheme.directions])
     assert same(elements_of(whole), model)
     check_conform(whole, Scheme(target, "E4M3"))

@@ -24,7 +24,6 @@ from megatron_fp8_dist.sharding.layout import (
     tiles,
     uneven_key,
 )
-from tests import toyschemes
 from tests.elementwise import windows
 
 pytest_plugins = ["tests.pure"]
@@ -138,12 +137,12 @@ def even_entry() -> TensorEntry:
     """Two layers of three fragments of five rows each."""
     runs = (((2, 0),), ((1, 0), (2, 1)), ((1, 0),))
     grid = EvenGrid((1, 5, 8), {SCALE: (1, 3, 2)}, runs)
-    return TensorEntry(Scheme("toy_block", "E4M3"), "bfloat16", (2, 15, 8), 1, grid)
+    return TensorEntry(Scheme("toy_block", "E4M3"), "bfloat16", (2, 15, 8), 1, ("rowwise",), grid)
 
 
 def uneven_entry() -> TensorEntry:
     pieces = tuple(Fragment(Box((a, 0), (b - a, 8)), (a % 4, 0)) for a, b in pairwise((0, 5, 8, 15)))
-    return TensorEntry(Scheme("toy_block", "E4M3"), "bfloat16", (15, 8), 0, None, pieces)
+    return TensorEntry(Scheme("toy_block", "E4M3"), "bfloat16", (15, 8), 0, ("rowwise",), None, pieces)
 
 
 @given(data=st.data())
@@ -188,7 +187,7 @@ def test_stored_names_every_component_once(entry: object) -> None:
     stored = list(entry().stored("w"))
     keys = [key for key, _, _ in stored]
     assert len(set(keys)) == len(keys)
-    assert stored[0] == ("w.rowwise_data", toyschemes.ROWWISE, entry().global_shape)
+    assert stored[0] == ("w.rowwise_data", "rowwise_data", entry().global_shape)
     assert all(math.prod(shape) for _, _, shape in stored)
 
 

@@ -22,7 +22,7 @@ from megatron_fp8_dist.sharding.manifest import (
     build_manifest,
     check_against_index,
 )
-from tests.manifests import E4M3, E5M2, SCALE, manifest
+from tests.manifests import E4M3, E5M2, ROWWISE, SCALE, manifest
 
 pytest_plugins = ["tests.pure"]
 pytestmark = pytest.mark.usefixtures("one_thread", "toy_schemes")
@@ -255,14 +255,16 @@ def test_an_edited_document_is_refused_or_read_as_it_says(document: Any) -> None
 
 def record(offset: int, **changes: Any) -> FragmentRecord:
     base = FragmentRecord(
-        "w", E4M3, "bfloat16", (8, 6), 0, Fragment(Box((offset, 0), (4, 6)), (0, 0)), ((SCALE, (1, 1)),), True
+        "w", E4M3, "bfloat16", (8, 6), 0, ROWWISE, Fragment(Box((offset, 0), (4, 6)), (0, 0)), ((SCALE, (1, 1)),), True
     )
     return replace(base, **changes)
 
 
 def test_build_from_even_fragments_in_any_order() -> None:
     expected = {
-        "w": TensorEntry(E4M3, "bfloat16", (8, 6), 0, EvenGrid((4, 6), {SCALE: (1, 1)}, (((2, 0),), ((1, 0),))))
+        "w": TensorEntry(
+            E4M3, "bfloat16", (8, 6), 0, ROWWISE, EvenGrid((4, 6), {SCALE: (1, 1)}, (((2, 0),), ((1, 0),)))
+        )
     }
     for offsets in ((0, 4), (4, 0)):
         assert build_manifest(map(record, offsets), {}).tensors == expected

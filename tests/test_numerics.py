@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_fp8_dist.quantized import numerics
 from megatron_fp8_dist.quantized.grid import Grid
+from megatron_fp8_dist.quantized.numerics import Direction
+from megatron_fp8_dist.quantized.scheme import Scheme
 from tests import float8
 from tests.elementwise import raw
 
@@ -131,19 +133,21 @@ def test_scale_rule_at_random(element: str, amax: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_quantize_is_scale_then_round(element: str, dtype: torch.dtype) -> None:
     values = torch.randn(6, 5).to(dtype)
-    codes, grid = numerics.quantize(values, element, (edges_of(6), edges_of(5)))
+    scheme = Scheme("per_tensor", element)
+    found = numerics.quantize(values, scheme.directions[0], scheme)
     wide = values.to(torch.float32).numpy()
     scale = float8.scale_from_amax(np.abs(wide).max(), element)
-    np.testing.assert_array_equal(codes.numpy(), float8.FORMATS[element].encode(wide * scale))
-    np.testing.assert_array_equal(raw(grid.values), raw(torch.tensor([[np.float32(1) / scale]])))
+    np.testing.assert_array_equal(found.codes.numpy(), float8.FORMATS[element].encode(wide * scale))
+    np.testing.assert_array_equal(raw(found.scale.values), raw(torch.tensor([[np.float32(1) / scale]])))
 
 
 def test_quantize_takes_a_given_scale() -> None:
-    values = torch.randn(4, 4)
-    codes, grid = numerics.quantize(values, "E4M3", (edges_of(2, 2), edges_of(4)), torch.tensor([[3.0], [0.1]]))
-    scale = np.array([[3.0]] * 2 + [[0.1]] * 2, np.float32)
-    np.testing.assert_array_equal(codes.numpy(), float8.FORMATS["E4M3"].encode(values.numpy() * scale))
-    np.testing.assert_array_equal(raw(grid.values), raw(torch.tensor([[3.0], [0.1]]).reciprocal()))
+    values = torch.randn(256, 4)
+    scheme = Scheme.of("blockwise_2d", "E4M3", power_of_two=0)
+    found = numerics.quantize(values, scheme.directions[0], scheme, torch.tensor([[3.0], [0.1]]))
+    scale = np.array([[3.0]] * 128 + [[0.1]] * 128, np.float32)
+    np.testing.assert_array_equal(found.codes.numpy(), float8.FORMATS["E4M3"].encode(values.numpy() * scale))
+    np.testing.assert_array_equal(raw(found.scale.values), raw(torch.tensor([[3.0], [0.1]]).reciprocal()))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
@@ -159,27 +163,30 @@ def test_scales_of_another_dtype_are_a_mistake() -> None:
 # Chunks
 
 
-def blocky(rows: int, columns: int) -> tuple[torch.Tensor, Grid]:
+SCHEME = Scheme("per_tensor", "E4M3")
+
+
+def blocky(rows: int, columns: int) -> Direction:
     """Codes and a grid of four by two blocks of different scale."""
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(0, 0x78, (rows, columns), dtype=torch.uint8, generator=generator)
     edges = (edges_of(*[rows // 4] * 4), edges_of(*[columns // 2] * 2))
-    return codes, Grid(torch.rand(4, 2, generator=generator) + 0.5, edges)
+    return Direction(codes, Grid(torch.rand(4, 2, generator=generator) + 0.5, edges))
 
 
 def dequantize(rows: int, columns: int) -> Conversion:
-    codes, grid = blocky(rows, columns)
-    return lambda: [numerics.dequantize_into(torch.empty(rows, columns, dtype=torch.bfloat16), codes, grid, "E4M3")]
+    source = blocky(rows, columns)
+    out = torch.empty(rows, columns, dtype=torch.bfloat16)
+    return lambda: [numerics.dequantize_into(out, source, SCHEME.directions[0], SCHEME)]
 
 
 def requantize(rows: int, columns: int) -> Conversion:
-    codes, grid = blocky(rows, columns)
-    edges = edges_of(rows), edges_of(columns)
+    source, spec = blocky(rows, columns), SCHEME.directions[0]
 
     def run() -> list[torch.Tensor]:
-        out, scale, count = numerics.requantize(codes, grid, "E4M3", "E4M3", edges)
+        out, count = numerics.requantize(source, (source, spec, SCHEME), spec, SCHEME, (rows, columns))
         assert count == 1
-        return [out, scale.values]
+        return flat(out)
 
     return run
 
@@ -189,17 +196,17 @@ def high_precision(rows: int, columns: int) -> torch.Tensor:
 
 
 def quantize(rows: int, columns: int) -> Conversion:
-    values, edges = high_precision(rows, columns), (edges_of(*[rows // 4] * 4), edges_of(columns))
-    return lambda: flat(numerics.quantize(values, "E4M3", edges))
+    values = high_precision(rows, columns)
+    return lambda: flat(numerics.quantize(values, SCHEME.directions[0], SCHEME))
 
 
 def quantize_with_scale(rows: int, columns: int) -> Conversion:
-    values, edges = high_precision(rows, columns), (edges_of(rows), edges_of(columns))
-    return lambda: flat(numerics.quantize(values, "E4M3", edges, torch.full((1, 1), 100.0)))
+    values = high_precision(rows, columns)
+    return lambda: flat(numerics.quantize(values, SCHEME.directions[0], SCHEME, torch.full((1, 1), 100.0)))
 
 
-def flat(quantized: tuple[torch.Tensor, Grid]) -> list[torch.Tensor]:
-    return [quantized[0], quantized[1].values]
+def flat(quantized: Direction) -> list[torch.Tensor]:
+    return [quantized.codes, quantized.scale.values]
 
 
 CONVERSIONS = [dequantize, requantize, quantize, quantize_with_scale]

@@ -185,14 +185,23 @@ def test_another_element_format_is_requantized_where_that_is_allowed(tmp_path: P
     assert (report().exact, report().requantized) == (0, 1)
 
 
+UNSUPPORTED = {
+    "HybridQuantizedTensor": (te_cpu.hybrid, "one recipe for both directions"),
+    "GroupedTensor": (te_cpu.grouped, r"split_into_quantized_tensors\(\)"),
+}
+
+
 @pytest.mark.parametrize("direction", ["save", "load"])
-def test_an_unsupported_class_is_named(tmp_path: Path, direction: str) -> None:
-    parameter = nn.Parameter(te_cpu.blockwise(128, 128))
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_an_unsupported_class_is_named(tmp_path: Path, name: str, direction: str) -> None:
+    make, remedy = UNSUPPORTED[name]
+    # nn.Parameter() of a hybrid tensor needs a device.
+    parameter = make(64, 64)
     checkpoint_dir = None
     if direction == "load":
-        save(entries(nn.Parameter(torch.zeros(128, 128, dtype=torch.bfloat16))), tmp_path)
+        save(entries(nn.Parameter(torch.zeros(parameter.shape, dtype=torch.bfloat16))), tmp_path)
         checkpoint_dir = tmp_path
-    with pytest.raises(PlanningError, match=rf"{KEY}: found .*Float8BlockwiseQTensor, expected .*Float8Tensor"):
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*{name}, expected .*Float8Tensor.*{remedy}"):
         expand_quantized(entries(parameter), checkpoint_dir=checkpoint_dir)
 
 

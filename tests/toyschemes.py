@@ -11,12 +11,12 @@ from megatron_fp8_dist.quantized.scheme import SCHEMES, DirectionSpec, GridSpec,
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROWWISE = "rowwise_data"
-COLUMNWISE = "columnwise_data"
+ROWWISE = "rowwise"
+COLUMNWISE = "columnwise"
 
 
-def _direction(data: str, block: tuple[int, int]) -> DirectionSpec:
-    return DirectionSpec(data, GridSpec(data.replace("_data", "_scale_inv"), "float32", block))
+def _direction(name: str, block: tuple[int, int]) -> DirectionSpec:
+    return DirectionSpec(name, GridSpec(f"{name}_scale_inv", "float32", block))
 
 
 ROWS = {

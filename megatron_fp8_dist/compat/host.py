@@ -96,7 +96,8 @@ class _HostCopyPlanner(torch_dist.MCoreSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         """The bytes or the host tensor of one item."""
         data = super().resolve_data(write_item)
-        return self._to_host(data) if isinstance(data, torch.Tensor) else data
+        # Contiguous: what is transposed in memory would be stored with its strides.
+        return self._to_host(data).contiguous() if isinstance(data, torch.Tensor) else data
 
 
 def save_torch_dist(

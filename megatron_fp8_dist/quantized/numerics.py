@@ -1,71 +1,205 @@
 """Quantize, dequantize and requantize in plain torch, on any device, in chunks.
 
-Rounding rules are Transformer Engine's (common/recipe/recipe_common.cuh for the scale, cvt.rn.satfinite for the cast):
-scale = element_max / amax in IEEE float32, 1 where amax is 0, infinite or NaN; scale_inv = 1 / scale; a code is
-x * scale rounded to nearest even, saturated to the largest finite element.
+Rounding rules are Transformer Engine's, in IEEE float32:
+
+- float32 scales (common/recipe/recipe_common.cuh): scale = element_max / amax, 1 where amax is 0, infinite or NaN;
+  power-of-two scales clear its mantissa; scale_inv = 1 / scale.
+- E8M0 (common/cast/mxfp8): scale_inv is amax * (1 / element_max) rounded up to a power of two.
+- E4M3 under an amax (common/cast/nvfp4): the block scale is E4M3 of block_amax * S / 6 with S = 6 * e4m3_max / amax.
+
+A code is x times the scale, rounded to nearest even and saturated to the largest finite element.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .elements import decode, encode, encode_non_finite, largest, pack, unpack
 from .grid import Grid, union
-from .scheme import ELEMENT_DTYPES, SCALE_DTYPES, DirectionSpec, Edges, Scheme, block_edges
+from .scheme import SCALE_DTYPES, DirectionSpec, Edges, GridSpec, Scheme, block_edges
 
 WORKING_SET_BYTES = 64 << 20
 """Most float32 bytes that a chunk of a conversion holds at a time."""
 
 _FLOAT32_BUFFERS = 4
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_MANTISSA_BITS = (1 << 23) - 1
+
+_ONE = {"float32": int(np.float32(1).view(np.int32)), "E8M0": 127, "E4M3": 0x38}
+"""Bits of a scale of 1, per scale format."""
 
 
-def decode(codes: torch.Tensor, element: str) -> torch.Tensor:
-    """uint8 codes -> their float32 values, without scale."""
-    return codes.view(ELEMENT_DTYPES[element]).to(torch.float32)
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """One direction of a quantized tensor: codes and the grids that go with them."""
+
+    codes: torch.Tensor
+    """uint8; the logical shape, or half of it along the packed axis."""
+    scale: Grid
+    """scale_inv per block, as stored."""
+    amax: Grid | None = None
+    """NVFP4's second level."""
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """All grids, in the order of the direction's specs."""
+        return (self.scale,) if self.amax is None else (self.scale, self.amax)
+
+    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Direction:
+        """All tensors through `fn`."""
+        return Direction(fn(self.codes), *(grid.map(fn) for grid in self.grids))
 
 
-def encode(values: torch.Tensor, element: str) -> torch.Tensor:
-    """float32 values -> uint8 codes: round to nearest even, saturate (infinity too), keep NaN and the sign of zero."""
-    dtype = ELEMENT_DTYPES[element]
-    limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype).view(torch.uint8)
+# --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def scale_from_amax(amax: torch.Tensor, element: str) -> torch.Tensor:
+def scale_from_amax(amax: torch.Tensor, element: str, limit: float = _FLOAT32_MAX) -> torch.Tensor:
     """float32 scale (what a value is multiplied by to quantize it) for a largest magnitude of `amax`."""
     amax = amax.to(torch.float32)
     # A tensor over a tensor: a number over a tensor is computed as reciprocal and product, which rounds twice.
-    scale = (torch.full_like(amax, torch.finfo(ELEMENT_DTYPES[element]).max) / amax).clamp(max=_FLOAT32_MAX)
+    scale = (torch.full_like(amax, largest(element)) / amax).clamp(max=limit)
     usable = torch.isfinite(amax) & (amax > 0)
     return torch.where(usable, scale, torch.ones_like(scale))
 
 
+def _floor_power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    return (scale.contiguous().view(torch.int32) & ~_MANTISSA_BITS).view(torch.float32)
+
+
+def e8m0_to_float(codes: torch.Tensor) -> torch.Tensor:
+    """E8M0 bytes -> float32 powers of two: 2 ** (code - 127), NaN for 0xFF."""
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 1 << 22), bits)
+    return torch.where(codes == 0xFF, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
+
+
+def float_to_e8m0(values: torch.Tensor) -> torch.Tensor:
+    """Non-negative float32 -> E8M0 bytes, rounded up; 0 -> 0x00, infinity -> 0xFE, NaN -> 0xFF."""
+    bits = values.contiguous().view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA_BITS
+    # A subnormal up to 2**-127 has code 0, which is that power.
+    up = (mantissa > 0) & ((exponent > 0) | (mantissa > 1 << 22))
+    out = (exponent + up.to(torch.int32)).clamp(max=0xFE)
+    return torch.where(values.isnan(), torch.full_like(out, 0xFF), out).to(torch.uint8)
+
+
+def _tensor_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """NVFP4's S: what brings the largest magnitude to 6 times the largest block scale."""
+    top = torch.full_like(amax, 6.0 * scheme.flag("e4m3_max"))
+    scale = (top / amax).clamp(max=_FLOAT32_MAX)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def choose_scales(
+    block_amax: torch.Tensor,
+    spec: GridSpec,
+    scheme: Scheme,
+    amax: torch.Tensor | None,
+    limit: float = _FLOAT32_MAX,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales for blocks of largest magnitude `block_amax`.
+
+    Args:
+        block_amax: float32, per block.
+        spec: the grid of scales.
+        scheme: its scheme.
+        amax: float32, per block, of the second level; None without one.
+        limit: largest float32 scale.
+
+    Returns:
+        (scale_inv as stored, float32 factor that values are multiplied by to quantize them).
+    """
+    if spec.scale_format == "float32":
+        scale = scale_from_amax(block_amax, scheme.element, limit)
+        scale = _floor_power_of_two(scale) if scheme.flag("power_of_two") else scale
+        return scale.reciprocal(), scale
+    if spec.scale_format == "E8M0":
+        stored = float_to_e8m0(block_amax * torch.tensor(1.0 / largest(scheme.element), dtype=torch.float32))
+        # 2 ** (127 - code) is exact; code 0xFE would need an exponent below the normal range.
+        return stored, e8m0_to_float(stored).reciprocal()
+    assert amax is not None, "E4M3 scales are relative to an amax"
+    tensor_scale = _tensor_scale(amax, scheme)
+    sixth = torch.tensor(6.0, dtype=torch.float32).reciprocal()
+    stored = encode((block_amax * (tensor_scale * sixth)).clamp(max=_FLOAT32_MAX), "E4M3")
+    factor = (decode(stored, "E4M3") * tensor_scale.reciprocal()).reciprocal().clamp(max=_FLOAT32_MAX)
+    return stored, factor
+
+
 def invalid_scales(values: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """Bool, per scale: NaN, infinite or negative, which no quantizer writes."""
+    """Bool, per scale: NaN, infinite or negative, which no quantizer writes for finite values."""
     if values.dtype != SCALE_DTYPES[scale_format]:
         raise TypeError(f"{scale_format} scales are stored as {SCALE_DTYPES[scale_format]}, found {values.dtype}")
-    return ~torch.isfinite(values) | (values < 0)
+    if scale_format == "float32":
+        return ~torch.isfinite(values) | (values < 0)
+    return values == 0xFF if scale_format == "E8M0" else values >= 0x7F
+
+
+def multipliers(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Grid:
+    """float32 per block: what a decoded code is multiplied by."""
+    scale = direction.scale
+    if spec.scale.scale_format == "float32":
+        return scale
+    if spec.scale.scale_format == "E8M0":
+        return Grid(e8m0_to_float(scale.values), scale.edges, scale.known)
+    assert direction.amax is not None, "E4M3 scales are relative to an amax"
+    amax = direction.amax
+    for axis, edges in enumerate(scale.edges):
+        common = union([edges, amax.edges[axis]])
+        scale, amax = scale.refine(axis, common), amax.refine(axis, common)
+    constant = torch.tensor(1.0 / (6.0 * scheme.flag("e4m3_max")), dtype=torch.float32)
+    return Grid(decode(scale.values, "E4M3") * amax.values * constant, scale.edges, scale.known)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
 def row_chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of axis 0 whose float32 working set stays under `WORKING_SET_BYTES` (at least one row each)."""
+    """Slices of axis 0, of an even number of rows, whose float32 working set stays under `WORKING_SET_BYTES`."""
     rows = shape[0] if shape else 1
     row_bytes = 4 * _FLOAT32_BUFFERS * max(1, int(np.prod(shape[1:], dtype=np.int64)))
-    step = max(1, WORKING_SET_BYTES // row_bytes)
+    step = max(2, WORKING_SET_BYTES // row_bytes // 2 * 2)
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
 
 
-def dequantize_into(out: torch.Tensor, codes: torch.Tensor, scale: Grid, element: str) -> torch.Tensor:
-    """Fill `out` (any float dtype, shape of `codes`) with code * scale_inv, computed in float32."""
-    if codes.is_meta or not codes.numel():
+def _code_rows(codes: torch.Tensor, spec: DirectionSpec, rows: slice) -> torch.Tensor:
+    """One code per element of the rows."""
+    axis = spec.packed_axis
+    part = codes[rows.start // 2 : rows.stop // 2] if axis == 0 else codes[rows]
+    return unpack(part, axis)
+
+
+def _put_rows(out: torch.Tensor, spec: DirectionSpec, rows: slice, codes: torch.Tensor) -> None:
+    axis = spec.packed_axis
+    (out[rows.start // 2 : rows.stop // 2] if axis == 0 else out[rows])[:] = pack(codes, axis)
+
+
+def _value_rows(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Callable[[slice], torch.Tensor]:
+    """float32 values of a slice of rows."""
+    factors = multipliers(direction, spec, scheme)
+
+    def rows_of(rows: slice) -> torch.Tensor:
+        codes = _code_rows(direction.codes, spec, rows)
+        return decode(codes, scheme.element) * factors.per_element(rows, codes.device)
+
+    return rows_of
+
+
+def dequantize_into(out: torch.Tensor, direction: Direction, spec: DirectionSpec, scheme: Scheme) -> torch.Tensor:
+    """Fill `out` (any float dtype, the logical shape) with code * scale_inv, computed in float32."""
+    if direction.codes.is_meta or not out.numel():
         return out
-    for rows in row_chunks(tuple(codes.shape)):
-        out[rows] = (decode(codes[rows], element) * scale.per_element(rows, codes.device)).to(out.dtype)
+    rows_of = _value_rows(direction, spec, scheme)
+    for rows in row_chunks(tuple(out.shape)):
+        out[rows] = rows_of(rows).to(out.dtype)
     return out
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
 
 
 def _block_index(edges: Edges, coarse: Edges) -> torch.Tensor:
@@ -73,7 +207,17 @@ def _block_index(edges: Edges, coarse: Edges) -> torch.Tensor:
     return torch.from_numpy(np.searchsorted(coarse, edges[:-1], side="right") - 1)
 
 
-def _reduce(values: torch.Tensor, index: list[torch.Tensor], sizes: list[int], how: str, start: float) -> torch.Tensor:
+def _element_index(edges: Edges) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
+
+
+def _reduce(
+    values: torch.Tensor,
+    index: list[torch.Tensor],
+    sizes: list[int],
+    how: str,
+    start: float,
+) -> torch.Tensor:
     """Reduce `values` axis by axis into groups; `index[a]` gives the group of each position on axis a."""
     for axis, (group, size) in enumerate(zip(index, sizes, strict=True)):
         shape = list(values.shape)
@@ -85,12 +229,29 @@ def _reduce(values: torch.Tensor, index: list[torch.Tensor], sizes: list[int], h
     return values
 
 
-def unequal_blocks(source: Grid, edges: tuple[Edges, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_grid(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -> torch.Tensor:
+    """Reduce a grid's values into the coarser blocks of `edges`, which must hold no edge that the grid has not."""
+    index = [_block_index(f, c) for f, c in zip(grid.edges, edges, strict=True)]
+    return _reduce(grid.values, index, [len(c) - 1 for c in edges], how, start)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return (values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values).to(torch.int64)
+
+
+def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bits.to(torch.int32).view(torch.float32) if dtype == torch.float32 else bits.to(dtype)
+
+
+def unequal_blocks(
+    source: Grid, edges: tuple[Edges, ...], scale_format: str = "float32"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Which blocks of a destination meet source blocks of different scale.
 
     Args:
         source: scales of the source.
         edges: block edges of the destination, over the same elements.
+        scale_format: format of the scales.
 
     Returns:
         (unequal, values): bool and scale per destination block. Where `unequal` is False, `values` is the one scale of
@@ -99,23 +260,23 @@ def unequal_blocks(source: Grid, edges: tuple[Edges, ...]) -> tuple[torch.Tensor
     fine = source
     for axis, coarse in enumerate(edges):
         fine = fine.refine(axis, union([fine.edges[axis], coarse]))
-    index = [_block_index(f, c) for f, c in zip(fine.edges, edges, strict=True)]
-    sizes = [len(c) - 1 for c in edges]
-    # Non-negative floats order like their bits, and equality must be of bits, so the comparison is on integers.
-    bits = fine.values.contiguous().view(torch.int32).to(torch.int64)
     info = torch.iinfo(torch.int64)
+    # Scales are not negative, so they order like their bits; equality must be of bits.
+    bits = _bits(fine.values)
     low = bits if fine.known is None else torch.where(fine.known, bits, info.max)
     high = bits if fine.known is None else torch.where(fine.known, bits, info.min)
-    low = _reduce(low, index, sizes, "amin", info.max)
-    high = _reduce(high, index, sizes, "amax", info.min)
-    one = int(np.float32(1).view(np.int32))
+    low = _reduce_grid(Grid(low, fine.edges), edges, "amin", info.max)
+    high = _reduce_grid(Grid(high, fine.edges), edges, "amax", info.min)
     empty = low > high
-    values = torch.where(empty, one, low).to(torch.int32).view(torch.float32)
-    return (low != high) & ~empty, values
+    values = torch.where(empty, _ONE[scale_format], low)
+    return (low != high) & ~empty, _from_bits(values, source.values.dtype)
 
 
 def _block_amax(
-    rows_of: Callable[[slice], torch.Tensor], shape: tuple[int, ...], edges: tuple[Edges, ...], device: torch.device
+    rows_of: Callable[[slice], torch.Tensor],
+    shape: tuple[int, ...],
+    edges: tuple[Edges, ...],
+    device: torch.device,
 ) -> torch.Tensor:
     """float32 largest magnitude of each block; `rows_of` gives the float32 values of a slice of axis 0."""
     sizes = [len(e) - 1 for e in edges]
@@ -131,80 +292,177 @@ def _block_amax(
     return amax
 
 
-def _element_index(edges: Edges) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
+def spread(grid: Grid, edges: tuple[Edges, ...]) -> torch.Tensor:
+    """Values of a grid on the finer blocks of `edges`."""
+    for axis, fine in enumerate(edges):
+        grid = grid.refine(axis, union([grid.edges[axis], fine]))
+    return grid.values
 
 
-def destination_edges(scheme: Scheme, spec: DirectionSpec, shape: tuple[int, ...]) -> tuple[Edges, ...]:
+def destination_edges(scheme: Scheme, spec: GridSpec, shape: tuple[int, ...]) -> tuple[Edges, ...]:
     """Block edges of a whole quantized shard of `shape`."""
-    return tuple(block_edges(s, b) for s, b in zip(shape, scheme.block(spec.scale, len(shape)), strict=True))
+    return tuple(block_edges(s, b) for s, b in zip(shape, scheme.block(spec, len(shape)), strict=True))
+
+
+# --- quantize and requantize -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a destination keeps of its source's grids."""
+
+    unequal: torch.Tensor
+    """Bool per block of scales: to be quantized again."""
+    scale: torch.Tensor
+    amax_unequal: torch.Tensor | None
+    amax: torch.Tensor | None
+
+
+def _keep(
+    source: Direction | None,
+    spec: DirectionSpec,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+) -> _Kept:
+    """Compare a source's grids with a destination's; without a source (None) nothing is kept."""
+    edges = destination_edges(scheme, spec.scale, shape)
+    sizes = [len(e) - 1 for e in edges]
+    if source is None:
+        blank = torch.zeros(sizes, dtype=SCALE_DTYPES[spec.scale.scale_format])
+        unequal = torch.ones(sizes, dtype=torch.bool)
+        if spec.amax is None:
+            return _Kept(unequal, blank, None, None)
+        amax = torch.zeros([len(e) - 1 for e in destination_edges(scheme, spec.amax, shape)])
+        return _Kept(unequal, blank, torch.ones_like(amax, dtype=torch.bool), amax)
+    unequal, values = unequal_blocks(source.scale, edges, spec.scale.scale_format)
+    if scheme.flag("power_of_two"):
+        unequal = unequal | (_bits(values) & _MANTISSA_BITS != 0)
+    if spec.amax is None or source.amax is None:
+        return _Kept(unequal, values, None, None)
+    amax_edges = destination_edges(scheme, spec.amax, shape)
+    amax_unequal, amax = unequal_blocks(source.amax, amax_edges)
+    return _Kept(
+        unequal | spread(Grid(amax_unequal, amax_edges), edges),
+        values,
+        amax_unequal,
+        amax,
+    )
 
 
 def requantize(
-    codes: torch.Tensor, source: Grid, element: str, target: str, edges: tuple[Edges, ...]
-) -> tuple[torch.Tensor, Grid, int]:
-    """Codes and scales on a destination's grid: copied where that is exact, quantized again, once, where it is not.
+    exact: Direction | None,
+    values: tuple[Direction, DirectionSpec, Scheme],
+    spec: DirectionSpec,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+) -> tuple[Direction, int]:
+    """One direction of a destination: copied where that is exact, quantized again, once, where it is not.
 
     Args:
-        codes: uint8 codes of the source.
-        source: their scales.
-        element: element format of the source.
-        target: element format of the destination; where it differs, every block is quantized again.
-        edges: block edges of the destination.
+        exact: the source's same direction, if its codes mean the same in the destination; None quantizes every block.
+        values: where the values of other blocks come from: a direction of the source, its spec and scheme.
+        spec: the destination's direction.
+        scheme: the destination's scheme.
+        shape: logical shape.
 
     Returns:
-        (codes, grid, number of blocks that were quantized again). Where the number is 0, `codes` is the argument
-        itself and no value was decoded.
+        (direction, number of blocks that were quantized again). Where the number is 0, the codes are those of `exact`
+        and no value was decoded.
     """
-    unequal, values = unequal_blocks(source, edges)
-    if element != target:
-        unequal = torch.ones_like(unequal)
-    count = int(unequal.sum())
-    if not count or codes.is_meta:
-        return codes, Grid(values, edges), count
+    kept = _keep(exact, spec, scheme, shape)
+    edges = destination_edges(scheme, spec.scale, shape)
+    amax_edges = destination_edges(scheme, spec.amax, shape) if spec.amax else None
+    count = int(kept.unequal.sum())
+    codes = exact.codes if exact is not None else None
+    if not count or values[0].codes.is_meta:
+        if codes is None:
+            codes = torch.empty(spec.code_shape(shape), dtype=torch.uint8, device=values[0].codes.device)
+        amax = Grid(kept.amax, amax_edges) if kept.amax is not None and amax_edges else None
+        return Direction(codes, Grid(kept.scale, edges), amax), count
+    return _quantize_again(kept, codes, values, spec, scheme, shape), count
 
-    def values_of(rows: slice) -> torch.Tensor:
-        return decode(codes[rows], element) * source.per_element(rows, codes.device)
+
+def _quantize_again(
+    kept: _Kept,
+    codes: torch.Tensor | None,
+    source: tuple[Direction, DirectionSpec, Scheme],
+    spec: DirectionSpec,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+) -> Direction:
+    edges = destination_edges(scheme, spec.scale, shape)
+    rows_of, device = _value_rows(*source), source[0].codes.device
 
     def finite(rows: slice) -> torch.Tensor:
-        values = values_of(rows)
+        values = rows_of(rows)
         return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
     # What is not finite takes no part in choosing a scale, or one NaN would cost a whole block its values.
-    scale = scale_from_amax(_block_amax(finite, tuple(codes.shape), edges, codes.device), target)
-    unequal = unequal.to(codes.device)
-    grid = Grid(torch.where(unequal, scale.reciprocal(), values.to(codes.device)), edges)
-    multiply, chosen = Grid(scale, edges), Grid(unequal, edges)
-    out = torch.empty_like(codes)
-    for rows in row_chunks(tuple(codes.shape)):
-        values32 = values_of(rows)
-        again = encode(values32 * multiply.per_element(rows, codes.device), target)
-        again = torch.where(torch.isfinite(values32), again, values32.to(ELEMENT_DTYPES[target]).view(torch.uint8))
-        out[rows] = torch.where(chosen.per_element(rows, codes.device), again, codes[rows])
-    return out, grid, count
+    block_amax = _block_amax(finite, shape, edges, device)
+    amax_grid, spread_amax = None, None
+    if spec.amax is not None and kept.amax is not None and kept.amax_unequal is not None:
+        amax_edges = destination_edges(scheme, spec.amax, shape)
+        found = _reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0)
+        amax_grid = Grid(
+            torch.where(kept.amax_unequal.to(device), found, kept.amax.to(device)),
+            amax_edges,
+        )
+        spread_amax = spread(amax_grid, edges)
+    stored, factor = choose_scales(block_amax, spec.scale, scheme, spread_amax)
+    unequal = kept.unequal.to(device)
+    scale = Grid(torch.where(unequal, stored, kept.scale.to(device)), edges)
+    factors, chosen = Grid(factor, edges), Grid(unequal, edges)
+    out = torch.empty(spec.code_shape(shape), dtype=torch.uint8, device=device)
+    for rows in row_chunks(shape):
+        values = rows_of(rows)
+        again = encode(values * factors.per_element(rows, device), scheme.element)
+        again = torch.where(torch.isfinite(values), again, encode_non_finite(values, scheme.element))
+        if codes is not None:
+            again = torch.where(chosen.per_element(rows, device), again, _code_rows(codes, spec, rows))
+        _put_rows(out, spec, rows, again)
+    return Direction(out, scale, amax_grid)
 
 
 def quantize(
-    values: torch.Tensor, element: str, edges: tuple[Edges, ...], scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Grid]:
-    """Quantize high-precision `values` on the blocks of `edges`.
+    values: torch.Tensor,
+    spec: DirectionSpec,
+    scheme: Scheme,
+    scale: torch.Tensor | None = None,
+) -> Direction:
+    """Quantize high-precision `values` as one direction of one whole quantized shard.
 
     Args:
         values: any float dtype.
-        element: element format.
-        edges: block edges per axis.
-        scale: float32 scale per block; None takes each block's own largest magnitude (current scaling).
-
-    Returns:
-        (uint8 codes, grid of scale_inv).
+        spec: the direction.
+        scheme: how to quantize.
+        scale: float32 scale per block, for float32 scales; None takes each block's own largest magnitude.
     """
     values = values.detach()
+    shape = tuple(values.shape)
+    edges = destination_edges(scheme, spec.scale, shape)
+    amax_grid = None
     if scale is None:
-        shape = tuple(values.shape)
-        amax = _block_amax(lambda rows: values[rows].to(torch.float32), shape, edges, values.device)
-        scale = scale_from_amax(amax, element)
-    multiply = Grid(scale.to(torch.float32), edges)
-    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    for rows in row_chunks(tuple(values.shape)):
-        codes[rows] = encode(values[rows].to(torch.float32) * multiply.per_element(rows, values.device), element)
-    return codes, Grid(multiply.values.reciprocal(), edges)
+        # Transformer Engine's block kernels cap the scale at the largest value of the input's dtype.
+        limit = _FLOAT32_MAX if spec.scale.block == (None, None) else min(_FLOAT32_MAX, torch.finfo(values.dtype).max)
+        block_amax = _block_amax(lambda rows: values[rows].to(torch.float32), shape, edges, values.device)
+        spread_amax = None
+        if spec.amax is not None:
+            amax_edges = destination_edges(scheme, spec.amax, shape)
+            amax_grid = Grid(
+                _reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0),
+                amax_edges,
+            )
+            spread_amax = spread(amax_grid, edges)
+        stored, factor = choose_scales(block_amax, spec.scale, scheme, spread_amax, limit)
+    else:
+        factor = scale.to(torch.float32).reshape([len(e) - 1 for e in edges])
+        stored = factor.reciprocal()
+    factors = Grid(factor, edges)
+    codes = torch.empty(spec.code_shape(shape), dtype=torch.uint8, device=values.device)
+    for rows in row_chunks(shape):
+        again = encode(
+            values[rows].to(torch.float32) * factors.per_element(rows, values.device),
+            scheme.element,
+        )
+        _put_rows(codes, spec, rows, again)
+    return Direction(codes, Grid(stored, edges), amax_grid)

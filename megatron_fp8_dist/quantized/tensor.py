@@ -6,8 +6,8 @@ Engine's own classes do not, and it serves as an FP8-resident weight where Trans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -16,23 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import numerics
 from .grid import Grid, cat, paste
-from .scheme import SCALE_DTYPES, Scheme
+from .numerics import Direction
+from .scheme import SCALE_DTYPES, DirectionSpec, Scheme
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, slots=True)
-class Direction:
-    """One direction of a quantized tensor."""
-
-    codes: torch.Tensor
-    """uint8, the logical shape."""
-    scale: Grid
-    """scale_inv per block."""
-
-    def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Direction:
-        """Both tensors through `fn`."""
-        return Direction(fn(self.codes), self.scale.map(fn))
 
 
 class BlockScaledTensor(torch.Tensor):
@@ -64,15 +51,22 @@ class BlockScaledTensor(torch.Tensor):
 
         Args:
             scheme: how it is quantized.
-            directions: component name of the codes -> codes and scales.
+            directions: name ("rowwise", "columnwise") -> codes and grids; at least one of the scheme's.
             dtype: nominal dtype, which the tensor shows to the outside.
             origin: index of the first element within its quantized shard, per axis; zeros by default.
             requires_grad: as for any tensor.
             is_cut: whether it is a part of another tensor, so that its blocks are not its own to rescale.
         """
-        codes = next(iter(directions.values())).codes
+        spec = next(s for s in scheme.directions if s.name in directions)
+        codes = directions[spec.name].codes
         out = torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=requires_grad
+            cls,
+            spec.logical_shape(tuple(codes.shape)),
+            # Packed codes have no stride per element.
+            strides=codes.stride() if spec.packed_axis is None else None,
+            dtype=dtype,
+            device=codes.device,
+            requires_grad=requires_grad,
         )
         out.scheme = scheme
         out.directions = dict(directions)
@@ -90,8 +84,9 @@ class BlockScaledTensor(torch.Tensor):
 
         Args:
             scheme: how it is quantized.
-            components: component name -> tensor. Codes uint8 of the logical shape; scales one per block, in the
-                scheme's scale dtype, as many axes as the codes.
+            components: component name -> tensor. Codes are uint8, of the logical shape (half of it along the axis on
+                which E2M1 codes are packed); grids have one value per block, in their format's dtype, and as many axes
+                as the codes. A direction may be left out whole, but not all.
             dtype: nominal dtype.
 
         Raises:
@@ -99,78 +94,86 @@ class BlockScaledTensor(torch.Tensor):
         """
         directions = {}
         for spec in scheme.directions:
-            for name in (spec.data, spec.scale.component):
-                if name not in components:
-                    raise ValueError(f"component {name} is missing; found {', '.join(sorted(components))}")
-            codes, values = components[spec.data], components[spec.scale.component]
-            if codes.dtype != torch.uint8:
-                raise ValueError(f"{spec.data} is uint8, found {codes.dtype}")
-            edges = numerics.destination_edges(scheme, spec, tuple(codes.shape))
-            expected = SCALE_DTYPES[spec.scale.scale_format], tuple(len(e) - 1 for e in edges)
-            if (values.dtype, tuple(values.shape)) != expected:
-                raise ValueError(
-                    f"{spec.scale.component} is {expected[0]} {expected[1]} for codes of {tuple(codes.shape)}, "
-                    f"found {values.dtype} {tuple(values.shape)}"
-                )
-            directions[spec.data] = Direction(codes, Grid(values, edges))
+            if spec.data in components:
+                directions[spec.name] = _direction(scheme, spec, components)
+        if not directions:
+            names = " or ".join(spec.data for spec in scheme.directions)
+            raise ValueError(f"component {names} is missing; found {', '.join(sorted(components))}")
         return cls(scheme, directions, dtype)
 
     @classmethod
     def quantize(cls, values: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None = None) -> BlockScaledTensor:
-        """Quantize a high-precision tensor as one whole quantized shard.
+        """Quantize a high-precision tensor as one whole quantized shard, in every direction of the scheme.
 
         Args:
             values: any float dtype; becomes the nominal dtype, unless it is float32, which gives BF16.
             scheme: how to quantize.
-            scale: float32 scale, one per block; None takes each block's own largest magnitude.
+            scale: float32 scale, one per block, for schemes with float32 scales and one direction; None takes each
+                block's own largest magnitude.
         """
-        directions = {}
-        for spec in scheme.directions:
-            edges = numerics.destination_edges(scheme, spec, tuple(values.shape))
-            given = None if scale is None else scale.reshape([len(e) - 1 for e in edges])
-            directions[spec.data] = Direction(*numerics.quantize(values.detach(), scheme.element, edges, given))
-        return cls(scheme, directions, torch.bfloat16 if values.dtype == torch.float32 else values.dtype)
+        directions = {spec.name: numerics.quantize(values, spec, scheme, scale) for spec in scheme.directions}
+        return cls(
+            scheme,
+            directions,
+            torch.bfloat16 if values.dtype == torch.float32 else values.dtype,
+        )
 
     def components(self) -> dict[str, torch.Tensor]:
         """Component name -> tensor; the inverse of `from_components`."""
         out = {}
-        for spec in self.scheme.directions:
-            direction = self.directions[spec.data]
-            out[spec.data], out[spec.scale.component] = direction.codes, direction.scale.values
+        for spec, direction in self.specs():
+            out[spec.data] = direction.codes
+            out.update({g.component: grid.values for g, grid in zip(spec.grids, direction.grids, strict=True)})
         return out
+
+    def specs(self) -> list[tuple[DirectionSpec, Direction]]:
+        """The directions that are there, with what they are."""
+        return [(spec, self.directions[spec.name]) for spec in self.scheme.directions if spec.name in self.directions]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Code * scale_inv, computed in float32, as a plain tensor of `dtype` (the nominal dtype by default)."""
-        direction = self.directions[self.scheme.directions[0].data]
+        spec, direction = self.specs()[0]
         out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        return numerics.dequantize_into(out, direction.codes, direction.scale, self.scheme.element)
+        return numerics.dequantize_into(out, direction, spec, self.scheme)
 
-    def conform(self, scheme: Scheme) -> tuple[BlockScaledTensor, int]:
+    def conform(self, scheme: Scheme, directions: Sequence[str] | None = None) -> tuple[BlockScaledTensor, int]:
         """This tensor as one quantized shard of `scheme`, and the number of blocks that had to be requantized.
 
-        A block is exact, codes and scale copied, where all source blocks that it meets have bitwise equal scales and
-        the element format stays. It is requantized in float32, once, with a scale from its own largest magnitude,
-        where not. On the meta device only the scales and the number are computed.
+        A block is exact, codes and grids copied, where all source blocks that it meets have bitwise equal scales, and
+        codes mean the same in both schemes. It is requantized in float32, once, with a scale from its own largest
+        magnitude, where not. A direction that this tensor does not have is quantized from the values of the one it has.
+        On the meta device only grids and the number are computed.
+
+        Args:
+            scheme: the destination's.
+            directions: names of the destination's directions; None is all of the scheme's.
         """
-        directions, count = {}, 0
-        for spec in scheme.directions:
-            source = self.directions[spec.data]
-            edges = numerics.destination_edges(scheme, spec, tuple(self.shape))
-            codes, grid, blocks = numerics.requantize(
-                source.codes, source.scale, self.scheme.element, scheme.element, edges
+        wanted = [s for s in scheme.directions if directions is None or s.name in directions]
+        (value_spec, value_direction), same = (
+            self.specs()[0],
+            scheme.decodes_like(self.scheme),
+        )
+        out, count = {}, 0
+        for spec in wanted:
+            exact = self.directions.get(spec.name) if same else None
+            out[spec.name], blocks = numerics.requantize(
+                exact,
+                (value_direction, value_spec, self.scheme),
+                spec,
+                scheme,
+                tuple(self.shape),
             )
-            directions[spec.data], count = Direction(codes, grid), count + blocks
-        return BlockScaledTensor(scheme, directions, self.dtype), count
+            count += blocks
+        return BlockScaledTensor(scheme, out, self.dtype), count
 
     def is_whole(self) -> bool:
         """Whether the blocks are those of one quantized shard of the scheme."""
         return all(
             np.array_equal(mine, own)
-            for spec in self.scheme.directions
+            for spec, direction in self.specs()
+            for grid_spec, grid in zip(spec.grids, direction.grids, strict=True)
             for mine, own in zip(
-                self.directions[spec.data].scale.edges,
-                numerics.destination_edges(self.scheme, spec, tuple(self.shape)),
-                strict=True,
+                grid.edges, numerics.destination_edges(self.scheme, grid_spec, tuple(self.shape)), strict=True
             )
         )
 
@@ -185,15 +188,10 @@ class BlockScaledTensor(torch.Tensor):
         pairs = []
         for name, mine in self.directions.items():
             other = source.directions.get(name)
-            same = (
-                other is not None
-                and source.scheme == self.scheme
-                and other.codes.shape == mine.codes.shape
-                and all(np.array_equal(a, b) for a, b in zip(mine.scale.edges, other.scale.edges, strict=True))
-            )
-            if other is None or not same:
+            if other is None or source.scheme != self.scheme or not _same_blocks(mine, other):
                 raise ValueError(f"cannot write {source!r} over {self!r}: scheme, shape or blocks differ")
-            pairs += [(mine.codes, other.codes), (mine.scale.values, other.scale.values)]
+            pairs += [(mine.codes, other.codes)]
+            pairs += [(a.values, b.values) for a, b in zip(mine.grids, other.grids, strict=True)]
         for destination, value in pairs:
             destination.copy_(value)
 
@@ -206,24 +204,34 @@ class BlockScaledTensor(torch.Tensor):
         return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin, is_cut=self.is_cut)
 
     def _narrow(self, axis: int, start: int, length: int) -> BlockScaledTensor:
-        directions = {
-            n: Direction(d.codes.narrow(axis, start, length), d.scale.narrow(axis, start, length))
-            for n, d in self.directions.items()
-        }
-        origin = (*self.origin[:axis], self.origin[axis] + start, *self.origin[axis + 1 :])
+        directions = {}
+        for spec, d in self.specs():
+            first, count = (
+                spec.code_shape(tuple(n if a == axis else 0 for a in range(self.dim())))[axis] for n in (start, length)
+            )
+            codes = d.codes.narrow(axis, first, count)
+            directions[spec.name] = Direction(codes, *(g.narrow(axis, start, length) for g in d.grids))
+        origin = (
+            *self.origin[:axis],
+            self.origin[axis] + start,
+            *self.origin[axis + 1 :],
+        )
         is_cut = self.is_cut or length != self.shape[axis]
         return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=is_cut)
 
     def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
+        logical = _view_shape(self.shape, shape)
         directions = {}
-        for name, direction in self.directions.items():
-            codes = direction.codes.view(shape)
-            grid = direction.scale.regrid_units(tuple(codes.shape))
-            if grid is None:
+        for spec, direction in self.specs():
+            if spec.packed_axis is not None and len(logical) != self.dim():
                 return None
-            directions[name] = Direction(codes, grid)
+            grids = [g.regrid_units(logical) for g in direction.grids]
+            if any(g is None for g in grids):
+                return None
+            codes = direction.codes.view(spec.code_shape(logical))
+            directions[spec.name] = Direction(codes, *(g for g in grids if g is not None))
         wide = iter([o for o, s in zip(self.origin, self.shape, strict=True) if s != 1])
-        origin = tuple(next(wide, 0) if s != 1 else 0 for s in codes.shape)
+        origin = tuple(next(wide, 0) if s != 1 else 0 for s in logical)
         return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=self.is_cut)
 
     @property
@@ -276,16 +284,50 @@ class BlockScaledTensor(torch.Tensor):
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
+def _direction(scheme: Scheme, spec: DirectionSpec, components: Mapping[str, torch.Tensor]) -> Direction:
+    """One direction of a whole quantized shard from its components, checked."""
+    codes = components[spec.data]
+    if codes.dtype != torch.uint8:
+        raise ValueError(f"{spec.data} is uint8, found {codes.dtype}")
+    shape = spec.logical_shape(tuple(codes.shape))
+    grids = []
+    for grid in spec.grids:
+        if grid.component not in components:
+            raise ValueError(f"component {grid.component} is missing; found {', '.join(sorted(components))}")
+        values = components[grid.component]
+        edges = numerics.destination_edges(scheme, grid, shape)
+        expected = SCALE_DTYPES[grid.scale_format], tuple(len(e) - 1 for e in edges)
+        if (values.dtype, tuple(values.shape)) != expected:
+            raise ValueError(
+                f"{grid.component} is {expected[0]} {expected[1]} for codes of {tuple(codes.shape)}, "
+                f"found {values.dtype} {tuple(values.shape)}"
+            )
+        grids.append(Grid(values, edges))
+    return Direction(codes, *grids)
+
+
+def _same_blocks(a: Direction, b: Direction) -> bool:
+    return a.codes.shape == b.codes.shape and all(
+        np.array_equal(e, f)
+        for g, h in zip(a.grids, b.grids, strict=True)
+        for e, f in zip(g.edges, h.edges, strict=True)
+    )
+
+
+def _view_shape(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
+    """`new` with its -1, if any, made explicit."""
+    rest = math.prod(s for s in new if s != -1)
+    return tuple(math.prod(old) // rest if s == -1 else s for s in new)
+
+
 def join(tensors: Sequence[BlockScaledTensor], axis: int) -> BlockScaledTensor:
     """`torch.cat` of block-scaled tensors of one scheme: codes and scales are kept, edges joined."""
     first = tensors[0]
-    directions = {
-        name: Direction(
-            torch.cat([t.directions[name].codes for t in tensors], axis),
-            cat([t.directions[name].scale for t in tensors], axis),
-        )
-        for name in first.directions
-    }
+    directions = {}
+    for spec, direction in first.specs():
+        parts = [t.directions[spec.name] for t in tensors]
+        grids = [cat([p.grids[i] for p in parts], axis) for i in range(len(direction.grids))]
+        directions[spec.name] = Direction(torch.cat([p.codes for p in parts], axis), *grids)
     return BlockScaledTensor(first.scheme, directions, first.dtype, origin=first.origin)
 
 
@@ -295,23 +337,33 @@ def assemble(
     scheme: Scheme,
     dtype: torch.dtype,
     device: torch.device,
+    names: Sequence[str],
 ) -> BlockScaledTensor:
-    """A tensor of `shape` on `device` from pieces of one scheme, each at an offset.
+    """A tensor of `shape` on `device` from pieces of one scheme, each at an offset, in the directions of `names`.
 
     Elements that no piece covers get code 0 and take no part in choosing a scale.
     """
     directions = {}
     for spec in scheme.directions:
-        parts = [(offset, piece.directions[spec.data]) for offset, piece in pieces]
-        if len(parts) == 1 and tuple(parts[0][1].codes.shape) == tuple(shape):
-            directions[spec.data] = parts[0][1]
+        if spec.name not in names:
             continue
-        codes = torch.zeros(tuple(shape), dtype=torch.uint8, device=device)
+        parts = [(tuple(offset), piece.directions[spec.name]) for offset, piece in pieces]
+        if len(parts) == 1 and tuple(pieces[0][1].shape) == tuple(shape):
+            directions[spec.name] = parts[0][1]
+            continue
+        codes = torch.zeros(spec.code_shape(tuple(shape)), dtype=torch.uint8, device=device)
         for offset, part in parts:
-            window = tuple(slice(o, o + s) for o, s in zip(offset, part.codes.shape, strict=True))
-            codes[window] = part.codes
-        grid = paste(shape, [(o, p.scale) for o, p in parts], SCALE_DTYPES[spec.scale.scale_format])
-        directions[spec.data] = Direction(codes, grid)
+            window = zip(spec.code_shape(offset), part.codes.shape, strict=True)
+            codes[tuple(slice(o, o + s) for o, s in window)] = part.codes
+        grids = [
+            paste(
+                shape,
+                [(o, p.grids[i]) for o, p in parts],
+                SCALE_DTYPES[grid.scale_format],
+            )
+            for i, grid in enumerate(spec.grids)
+        ]
+        directions[spec.name] = Direction(codes, *grids)
     return BlockScaledTensor(scheme, directions, dtype)
 
 
@@ -361,7 +413,7 @@ def _split(t: BlockScaledTensor, size: int | Sequence[int], dim: int = 0) -> lis
 
 def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     scaled = [t for t in tensors if isinstance(t, BlockScaledTensor)]
-    if len(scaled) != len(tensors) or len({t.scheme for t in scaled}) != 1:
+    if len(scaled) != len(tensors) or len({(t.scheme, *t.directions) for t in scaled}) != 1:
         return NotImplemented
     return join(scaled, _axis(scaled[0], dim))
 
@@ -404,7 +456,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = 
     if destination.shape != source.shape:
         source = source.expand(destination.shape)
     if isinstance(source, BlockScaledTensor):
-        destination.write_(source.conform(destination.scheme)[0])
+        destination.write_(source.conform(destination.scheme, list(destination.directions))[0])
     else:
         moved = source.detach().to(destination.device)
         destination.write_(BlockScaledTensor.quantize(moved, destination.scheme))

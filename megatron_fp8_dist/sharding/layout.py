@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from ..quantized.scheme import SCALE_DTYPES, Edges, GridSpec, Scheme, block_edges, component_names
+from ..quantized.scheme import SCALE_DTYPES, DirectionSpec, Edges, GridSpec, Scheme, block_edges, component_names
 
 Shape = tuple[int, ...]
 
@@ -88,10 +88,16 @@ class TensorEntry:
     global_shape: Shape
     prepended_axes: int
     """Leading axes that stack parameters (layers, experts); a fragment has extent 1 there."""
+    directions: tuple[str, ...]
+    """Names of the stored directions, in the scheme's order."""
     grid: EvenGrid | None
     """Where fragments are even."""
     uneven: tuple[Fragment, ...] = ()
     """Where they are not: every fragment."""
+
+    def specs(self) -> tuple[DirectionSpec, ...]:
+        """The stored directions."""
+        return tuple(spec for spec in self.scheme.directions if spec.name in self.directions)
 
     def overlapping(self, box: Box) -> Iterator[Fragment]:
         """The saved fragments that meet `box`, in order of their offsets."""
@@ -109,7 +115,7 @@ class TensorEntry:
             yield Fragment(Box(offset, shape), phase)
 
     def scale_region(self, key: str, spec: GridSpec, fragment: Fragment) -> Region:
-        """Where all scales of `fragment` are stored."""
+        """Where all values of one grid of `fragment` are stored."""
         if self.grid is None:
             shape = grid_shape(self.scheme, spec, fragment, self.prepended_axes)
             return Region(uneven_key(key, spec.component, fragment.box.offset), Box((0,) * len(shape), shape), shape)
@@ -124,14 +130,14 @@ class TensorEntry:
 
     def stored(self, key: str) -> Iterator[tuple[str, str, Shape]]:
         """(component key, component name, global shape) of everything that is stored for this tensor."""
-        for direction in self.scheme.directions:
-            yield component_key(key, direction.data), direction.data, self.global_shape
-            component = direction.scale.component
-            if self.grid is not None:
-                yield component_key(key, component), component, self._slots_in_all(direction.scale)
-            for fragment in self.uneven:
-                region = self.scale_region(key, direction.scale, fragment)
-                yield region.key, component, region.global_shape
+        for direction in self.specs():
+            yield component_key(key, direction.data), direction.data, direction.code_shape(self.global_shape)
+            for grid in direction.grids:
+                if self.grid is not None:
+                    yield component_key(key, grid.component), grid.component, self._slots_in_all(grid)
+                for fragment in self.uneven:
+                    region = self.scale_region(key, grid, fragment)
+                    yield region.key, grid.component, region.global_shape
 
     def is_fragment(self, box: Box) -> bool:
         """Whether `box` is one of the saved fragments."""
@@ -147,7 +153,7 @@ class TensorEntry:
 
     def dtype(self, component: str) -> torch.dtype:
         """Stored dtype of a component."""
-        formats = {d.scale.component: SCALE_DTYPES[d.scale.scale_format] for d in self.scheme.directions}
+        formats = {g.component: SCALE_DTYPES[g.scale_format] for d in self.scheme.directions for g in d.grids}
         return formats.get(component, torch.uint8)
 
 
@@ -199,7 +205,7 @@ def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
 
 def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:
     """Phase per axis of a fragment whose first element has index `origin` within its quantized shard."""
-    blocks = [scheme.block(d.scale, len(origin)) for d in scheme.directions]
+    blocks = [scheme.block(grid, len(origin)) for d in scheme.directions for grid in d.grids]
     moduli = [math.lcm(*(b for b in axis if b is not None), 1) for axis in zip(*blocks, strict=True)]
     return tuple(o % m for o, m in zip(origin, moduli, strict=True))
 

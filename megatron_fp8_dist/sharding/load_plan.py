@@ -16,6 +16,7 @@ from ..compat.host import ShardedTensor, ShardedTensorFactory
 from ..errors import PlanningError, Problem, StorageError
 from ..options import LoadOptions
 from ..quantized.numerics import invalid_scales
+from ..quantized.scheme import GridSpec
 from ..quantized.tensor import BlockScaledTensor
 from ..te import tensors
 from ..transfer import to_host
@@ -33,9 +34,9 @@ from .expand import (
     values_of,
     walk,
 )
-from .layout import Box, Region, layer_key
+from .layout import Box, Region, TensorEntry, layer_key
 from .manifest import Manifest, StoredTensor
-from .reshard import Piece, Source, code_region, piece_regions, plan_source, read_piece, read_source, scale_region
+from .reshard import Piece, Source, code_region, grid_region, piece_regions, plan_source, read_piece, read_source
 
 _META = torch.device("meta")
 
@@ -82,8 +83,8 @@ class LoadTask:
         """Every scale region that the task needs."""
         for source, piece in self._pieces():
             assert source.entry is not None
-            for direction in source.entry.scheme.directions:
-                yield scale_region(source, source.entry, direction, piece)
+            for grid in _grids(source):
+                yield grid_region(source, source.entry, grid, piece)
 
     def regions(self) -> Iterator[Region]:
         """Every region of codes that the task reads, in the order in which `merge` needs them."""
@@ -114,16 +115,22 @@ class LoadTask:
         entry = source.entry
         assert entry is not None
         if not source.pieces:
-            # A region outside of what was saved: a leaf that reads nothing keeps the entry in the state dict.
-            nothing = {c: Region(k, Box((0,) * len(s), s), s).empty() for k, c, s in entry.stored(source.key)}
-            return {"-": {c: self._leaf(r, entry.dtype(c), replica_id) for c, r in nothing.items()}}
-        return {
+            return {"-": self._nothing(source, entry, replica_id)}
+        pieces = {
             str(j): {
                 component: self._leaf(region if self.pull is None else region.empty(), dtype, replica_id)
                 for component, region, dtype in piece_regions(source, piece)
             }
             for j, piece in enumerate(source.pieces)
         }
+        read = {component for component, _, _ in piece_regions(source, source.pieces[0])}
+        unread = {c: leaf for c, leaf in self._nothing(source, entry, replica_id).items() if c not in read}
+        return {**pieces, "-": unread} if unread else pieces
+
+    def _nothing(self, source: Source, entry: TensorEntry, replica_id: Any) -> dict[str, ComponentShard]:
+        """Leaves that read nothing: they keep an entry in the state dict, and name stored keys that are not needed."""
+        stored = {c: Region(k, Box((0,) * len(s), s), s).empty() for k, c, s in entry.stored(source.key)}
+        return {c: self._leaf(r, entry.dtype(c), replica_id) for c, r in stored.items()}
 
     def _leaf(self, region: Region, dtype: torch.dtype, replica_id: Any) -> ComponentShard:
         return ComponentShard(
@@ -157,7 +164,7 @@ class LoadTask:
         assert isinstance(moved, BlockScaledTensor), "a move keeps the class"
         if not tensors.is_quantized(param):
             return moved.dequantize(param.dtype)
-        conformed, _ = moved.conform(tensors.scheme_of(param))
+        conformed, _ = moved.conform(tensors.scheme_of(param), tensors.directions_of(param))
         tensors.restore(param, conformed)
         self.done = True
         # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
@@ -171,7 +178,7 @@ class LoadTask:
             components = loaded[str(j)] if self.pull is None else self._pulled(source, piece, self.pull)
             self._check_scales(source, piece, components)
             pieces.append(read_piece(source, piece, components))
-        device = next(iter(pieces[0].directions.values())).codes.device if pieces else torch.device("cpu")
+        device = pieces[0].device if pieces else torch.device("cpu")
         return read_source(source, pieces, device)
 
     def _pulled(self, source: Source, piece: Piece, pull: Pull) -> dict[str, torch.Tensor]:
@@ -182,9 +189,9 @@ class LoadTask:
 
     def _check_scales(self, source: Source, piece: Piece, components: Mapping[str, torch.Tensor]) -> None:
         assert source.entry is not None
-        for direction in source.entry.scheme.directions:
-            region = scale_region(source, source.entry, direction, piece)
-            found, planned = components[direction.scale.component], self.scales[region]
+        for grid in _grids(source):
+            region = grid_region(source, source.entry, grid, piece)
+            found, planned = components[grid.component], self.scales[region]
             if not torch.equal(to_host(found).view(torch.uint8), planned.view(torch.uint8)):
                 raise StorageError(f"{region.key}: scales read now differ from those read while planning")
 
@@ -205,7 +212,7 @@ class LoadTask:
             for piece in source.pieces:
                 parts = dict(self._planned(source, piece))
                 pieces.append(read_piece(source, piece, parts))
-                codes += parts[source.entry.scheme.directions[0].data].numel()
+                codes += piece.box.size
                 size += sum(t.nbytes for t in parts.values())
             values.append(read_source(source, pieces, _META))
         problems, kind, blocks = self._judge(self._join(values), options)
@@ -214,10 +221,11 @@ class LoadTask:
 
     def _planned(self, source: Source, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
         assert source.entry is not None
-        for direction in source.entry.scheme.directions:
+        for direction in source.specs():
             region = code_region(source, source.entry, direction, piece)
             yield direction.data, torch.empty(region.box.shape, dtype=torch.uint8, device=_META)
-            yield direction.scale.component, self.scales[scale_region(source, source.entry, direction, piece)]
+            for grid in direction.grids:
+                yield grid.component, self.scales[grid_region(source, source.entry, grid, piece)]
 
     def _judge(self, value: Any, options: LoadOptions) -> tuple[list[Problem], str, int]:
         param = self.original.data
@@ -242,7 +250,7 @@ class LoadTask:
                 self.key, f"{value.scheme.element} codes in the checkpoint", f"{scheme.element} codes", remedy
             )
             return [problem], "", 0
-        _, blocks = value.conform(scheme)
+        _, blocks = value.conform(scheme, tensors.directions_of(param))
         kind = "requantized" if blocks else "exact"
         why = f"{blocks} block(s) that meet source blocks of different scale, or change their element format"
         return self._inexact(options, "requantized" if blocks else "", why), kind, blocks
@@ -252,6 +260,10 @@ class LoadTask:
             return []
         remedy = "Load without strict_bitwise, or on the layout that was saved."
         return [Problem(self.key, why, "a parameter that comes back bit for bit", remedy)]
+
+
+def _grids(source: Source) -> Iterator[GridSpec]:
+    return (grid for direction in source.specs() for grid in direction.grids)
 
 
 @dataclass(slots=True)
@@ -282,12 +294,16 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
     for entry in values_of(state_dict):
         if not is_entry(entry) or not (tensors.is_quantized(entry.data) or may_match(entry, keys)):
             continue
-        sources = [_source(leaf, manifest, plan.problems) for leaf in leaves(skeleton(entry))]
+        quantized = tensors.is_quantized(entry.data)
+        if quantized and tensors.unsupported(entry.data, entry.key):
+            continue
+        wanted = tensors.directions_of(entry.data) if quantized else []
+        sources = [_source(leaf, manifest, wanted, plan.problems) for leaf in leaves(skeleton(entry))]
         if all(s is not None for s in sources):
             found = tuple(s for s in sources if s is not None)
             stored = any(s.entry is not None or s.key in index for s in found)
             moved = any(s.key != leaf.key for s, leaf in zip(found, leaves(skeleton(entry)), strict=True))
-            quantized = tensors.is_quantized(entry.data) or any(s.entry is not None for s in found)
+            quantized = quantized or any(s.entry is not None for s in found)
             if stored and (quantized or moved):
                 plan.tasks[id(entry)] = LoadTask(entry, found)
                 other = by_param.setdefault(id(entry.data), plan.tasks[id(entry)])
@@ -301,7 +317,7 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
     return plan
 
 
-def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | None:
+def _source(leaf: Any, manifest: Manifest, wanted: Sequence[str], problems: list[Problem]) -> Source | None:
     key, box, expected = leaf.key, global_box(leaf), tuple(leaf.global_shape)
     stack = manifest.mixed.get(key)
     if stack is not None:
@@ -319,7 +335,7 @@ def _source(leaf: Any, manifest: Manifest, problems: list[Problem]) -> Source | 
     if entry.global_shape != expected and not leaf.allow_shape_mismatch:
         problems.append(Problem(key, f"global shape {list(entry.global_shape)} saved", f"{list(expected)}"))
         return None
-    return plan_source(key, entry, box)
+    return plan_source(key, entry, box, wanted)
 
 
 def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions, directory: str = "") -> None:
@@ -335,10 +351,10 @@ def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
     if source.entry is None:
         return
     for piece in source.pieces:
-        for direction in source.entry.scheme.directions:
-            region = scale_region(source, source.entry, direction, piece)
+        for grid in _grids(source):
+            region = grid_region(source, source.entry, grid, piece)
             values = task.scales[region]
-            bad = invalid_scales(values, direction.scale.scale_format)
+            bad = invalid_scales(values, grid.scale_format)
             if bool(bad.any()):
                 at = [o + int(i) for o, i in zip(region.box.offset, bad.nonzero()[0], strict=True)]
                 yield Problem(

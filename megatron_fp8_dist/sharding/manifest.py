@@ -51,6 +51,7 @@ class FragmentRecord:
     nominal_dtype: str
     global_shape: Shape
     prepended_axes: int
+    directions: tuple[str, ...]
     fragment: Fragment
     slots: tuple[tuple[str, Shape], ...]
     """(scale component, slots per axis)."""
@@ -149,6 +150,7 @@ def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
         "nominal_dtype": entry.nominal_dtype,
         "global_shape": list(entry.global_shape),
         "prepended_axes": entry.prepended_axes,
+        "directions": list(entry.directions),
     }
     if entry.grid is None:
         out["fragments"] = [
@@ -223,7 +225,7 @@ class _Reader:
         if not isinstance(value, dict):
             self.complain(key, value, "an object")
             return None
-        common = {"scheme", "nominal_dtype", "global_shape", "prepended_axes"}
+        common = {"scheme", "nominal_dtype", "global_shape", "prepended_axes", "directions"}
         even = "fragments" not in value
         if not self.fields(key, value, common | ({"fragment_shape", "slots", "phases"} if even else {"fragments"})):
             return None
@@ -242,6 +244,7 @@ class _Reader:
         except ValueError as e:
             self.complain(f"{key} -> prepended_axes", prepended, f"what fits the scheme: {e}")
             return None
+        directions = self.directions(key, value["directions"], scheme)
         grid = self.grid(key, value, scheme, shape) if even else None
         uneven = () if even else self.fragments(key, value["fragments"], shape)
         pieces = [grid.fragment_shape] if grid else [f.box.shape for f in uneven]
@@ -249,7 +252,7 @@ class _Reader:
             self.complain(f"{key} -> prepended_axes", prepended, "axes along which every fragment has extent 1")
         if len(self.problems) > before:
             return None
-        return TensorEntry(scheme, value["nominal_dtype"], shape, prepended, grid, uneven)
+        return TensorEntry(scheme, value["nominal_dtype"], shape, prepended, directions, grid, uneven)
 
     def scheme(self, key: str, value: Any) -> Scheme | None:
         try:
@@ -258,9 +261,18 @@ class _Reader:
             self.complain(f"{key} -> scheme", str(e), "a scheme of this version")
             return None
 
+    def directions(self, key: str, value: Any, scheme: Scheme) -> tuple[str, ...]:
+        known = [spec.name for spec in scheme.directions]
+        if not isinstance(value, list) or not value or value != [n for n in known if n in value]:
+            self.complain(f"{key} -> directions", value, f"some of {', '.join(known)}, in this order")
+            return ()
+        return tuple(value)
+
     def grid(self, key: str, value: Mapping[str, Any], scheme: Scheme, shape: Shape) -> EvenGrid | None:
         fragment = self.sizes(f"{key} -> fragment_shape", value["fragment_shape"], len(shape))
-        names = {d.scale.component for d in scheme.directions}
+        stored = value["directions"] if isinstance(value["directions"], list) else []
+        grids = [grid for spec in scheme.directions if spec.name in stored for grid in spec.grids]
+        names = {grid.component for grid in grids}
         slots = value["slots"] if isinstance(value["slots"], dict) else {}
         if set(slots) != names:
             self.complain(f"{key} -> slots", value["slots"], f"an object with {', '.join(sorted(names))}")
@@ -277,9 +289,9 @@ class _Reader:
                 self.complain(
                     f"{key} -> phases -> axis {axis}", list(axis_runs), f"fragments of {piece} that fill {size}"
                 )
-        for direction in scheme.directions:
-            found = sized.get(direction.scale.component, ())
-            if found and found not in _slot_choices(scheme, direction.scale, fragment, value["prepended_axes"]):
+        for spec in grids:
+            found = sized.get(spec.component, ())
+            if found and found not in _slot_choices(scheme, spec, fragment, value["prepended_axes"]):
                 self.complain(f"{key} -> slots", list(found), f"slots for fragments of {list(fragment)}")
         return EvenGrid(fragment, sized, phase_runs)
 
@@ -366,7 +378,7 @@ def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str |
 
 def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]) -> TensorEntry | None:
     first = group[0]
-    common = ["scheme", "nominal_dtype", "global_shape", "prepended_axes", "even"]
+    common = ["scheme", "nominal_dtype", "global_shape", "prepended_axes", "directions", "even"]
     for name in [*common, "slots", "shape"] if first.even else common:
         values = {getattr(r, name) for r in group}
         if len(values) > 1:
@@ -375,7 +387,7 @@ def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]
             )
             return None
     fragments = tuple(sorted((r.fragment for r in group), key=lambda f: f.box.offset))
-    base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes)
+    base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes, first.directions)
     if not _covers(first, fragments):
         found = f"{len(fragments)} fragments in all main replicas"
         problems.append(Problem(key, found, f"fragments that fill {list(first.global_shape)}, each saved once"))
@@ -437,14 +449,7 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
             problems += _check_component(stored, component, shape, entry, index.get(stored))
         if key in index:
             problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
-        codes = index.get(component_key(key, entry.scheme.directions[0].data))
-        if codes is not None and (
-            len(codes.chunks) != len(set(codes.chunks))
-            or len(codes.chunks) != entry.num_fragments
-            or not all(entry.is_fragment(c) for c in codes.chunks)
-        ):
-            found = f"{len(codes.chunks)} stored chunks"
-            problems.append(Problem(key, found, f"the {entry.num_fragments} fragments of the manifest"))
+        problems += _check_chunks(key, entry, index)
     for key, stack in manifest.mixed.items():
         names = [layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized]
         problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in names if n not in index]
@@ -459,6 +464,20 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
         problems.append(
             Problem(FILE_NAME, f"digest {manifest.digest}", f"{metadata_digest(index)}, as the files' metadata has it")
         )
+    return problems
+
+
+def _check_chunks(key: str, entry: TensorEntry, index: Mapping[str, StoredTensor]) -> list[Problem]:
+    """Whether the stored chunks of codes are the fragments, each once."""
+    problems = []
+    for spec in entry.specs():
+        codes = index.get(component_key(key, spec.data))
+        if codes is None:
+            continue
+        boxes = {Box(spec.logical_shape(c.offset), spec.logical_shape(c.shape)) for c in codes.chunks}
+        if not len(codes.chunks) == len(boxes) == entry.num_fragments or not all(map(entry.is_fragment, boxes)):
+            found = f"{len(codes.chunks)} stored chunks"
+            problems.append(Problem(key, found, f"the {entry.num_fragments} fragments of the manifest"))
     return problems
 
 

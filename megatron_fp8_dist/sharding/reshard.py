@@ -9,8 +9,9 @@ import torch
 
 from ..errors import StorageError
 from ..quantized.grid import Grid
-from ..quantized.scheme import SCALE_DTYPES, DirectionSpec
-from ..quantized.tensor import BlockScaledTensor, Direction, assemble
+from ..quantized.numerics import Direction
+from ..quantized.scheme import SCALE_DTYPES, DirectionSpec, GridSpec
+from ..quantized.tensor import BlockScaledTensor, assemble
 from .layout import Box, Fragment, Region, TensorEntry, component_key, fragment_edges
 
 
@@ -33,29 +34,55 @@ class Source:
     entry: TensorEntry | None
     """None: stored in high precision."""
     pieces: tuple[Piece, ...] = ()
+    directions: tuple[str, ...] = ()
+    """Names of the stored directions that are read."""
+
+    def specs(self) -> tuple[DirectionSpec, ...]:
+        """The stored directions that are read."""
+        return () if self.entry is None else tuple(s for s in self.entry.specs() if s.name in self.directions)
 
 
-def plan_source(key: str, entry: TensorEntry, box: Box) -> Source:
-    """What to read of the quantized tensor `key` to fill `box`: one piece per overlapping saved fragment."""
+def plan_source(key: str, entry: TensorEntry, box: Box, wanted: Sequence[str]) -> Source:
+    """What to read of the quantized tensor `key` to fill `box`: one piece per overlapping saved fragment.
+
+    Args:
+        key: logical key as stored.
+        entry: what the manifest says of it.
+        box: the wanted region.
+        wanted: names of the directions that the destination has. One that is not stored is quantized from the values
+            of the first stored one, which is read then.
+    """
     pieces = []
     for fragment in entry.overlapping(box):
         common = fragment.box.intersect(box)
         if common is not None:
             pieces.append(Piece(fragment, common))
-    return Source(key, box, entry, tuple(pieces))
+    names = {name for name in entry.directions if name in wanted}
+    if not names or not names.issuperset(wanted):
+        names.add(entry.directions[0])
+    return Source(key, box, entry, tuple(pieces), tuple(n for n in entry.directions if n in names))
 
 
 def code_region(source: Source, entry: TensorEntry, direction: DirectionSpec, piece: Piece) -> Region:
-    """The region of stored codes of one piece. It never crosses a fragment."""
-    return Region(component_key(source.key, direction.data), piece.box, entry.global_shape)
+    """The region of stored codes of one piece. It never crosses a fragment.
+
+    Raises:
+        ValueError: the piece splits a byte of packed codes.
+    """
+    box = Box(direction.code_shape(piece.box.offset), direction.code_shape(piece.box.shape))
+    return Region(
+        component_key(source.key, direction.data),
+        box,
+        direction.code_shape(entry.global_shape),
+    )
 
 
-def scale_region(source: Source, entry: TensorEntry, direction: DirectionSpec, piece: Piece) -> Region:
-    """The region of stored scales of one piece: always all of one fragment's.
+def grid_region(source: Source, entry: TensorEntry, grid: GridSpec, piece: Piece) -> Region:
+    """The region of stored scales (or amax) of one piece: always all of one fragment's.
 
     FullyParallelLoad tells reads apart by key and offset alone; two extents at one offset would come back wrong.
     """
-    return entry.scale_region(source.key, direction.scale, piece.fragment)
+    return entry.scale_region(source.key, grid, piece.fragment)
 
 
 def piece_regions(source: Source, piece: Piece) -> Iterator[tuple[str, Region, torch.dtype]]:
@@ -63,10 +90,14 @@ def piece_regions(source: Source, piece: Piece) -> Iterator[tuple[str, Region, t
     entry = source.entry
     if entry is None:
         return
-    for direction in entry.scheme.directions:
+    for direction in source.specs():
         yield direction.data, code_region(source, entry, direction, piece), torch.uint8
-        dtype = SCALE_DTYPES[direction.scale.scale_format]
-        yield direction.scale.component, scale_region(source, entry, direction, piece), dtype
+        for grid in direction.grids:
+            yield (
+                grid.component,
+                grid_region(source, entry, grid, piece),
+                SCALE_DTYPES[grid.scale_format],
+            )
 
 
 def read_piece(source: Source, piece: Piece, components: Mapping[str, torch.Tensor]) -> BlockScaledTensor:
@@ -86,16 +117,22 @@ def read_piece(source: Source, piece: Piece, components: Mapping[str, torch.Tens
                 f"read {found.dtype} {tuple(found.shape)}"
             )
     directions = {}
-    for direction in entry.scheme.directions:
-        codes = components[direction.data].reshape(piece.box.shape[axes:])
-        edges = fragment_edges(entry.scheme, direction.scale, piece.fragment, axes)
-        slots = components[direction.scale.component]
-        slots = slots.reshape(slots.shape[axes:])
-        grid = Grid(slots[tuple(slice(0, len(e) - 1) for e in edges)], edges)
-        for axis, start in enumerate(piece.box.within(piece.fragment.box.offset)[axes:]):
-            grid = grid.narrow(axis, start, codes.shape[axis])
-        directions[direction.data] = Direction(codes, grid)
+    for direction in source.specs():
+        codes = components[direction.data]
+        grids = [_cut_grid(entry, grid, piece, components[grid.component]) for grid in direction.grids]
+        directions[direction.name] = Direction(codes.reshape(codes.shape[axes:]), *grids)
     return BlockScaledTensor(entry.scheme, directions, getattr(torch, entry.nominal_dtype))
+
+
+def _cut_grid(entry: TensorEntry, spec: GridSpec, piece: Piece, slots: torch.Tensor) -> Grid:
+    """A piece's part of the grid of its fragment, from the fragment's slots."""
+    axes = entry.prepended_axes
+    edges = fragment_edges(entry.scheme, spec, piece.fragment, axes)
+    values = slots.reshape(slots.shape[axes:])[tuple(slice(0, len(e) - 1) for e in edges)]
+    grid = Grid(values, edges)
+    for axis, start in enumerate(piece.box.within(piece.fragment.box.offset)[axes:]):
+        grid = grid.narrow(axis, start, piece.box.shape[axes + axis])
+    return grid
 
 
 def read_source(source: Source, pieces: Sequence[BlockScaledTensor], device: torch.device) -> BlockScaledTensor:
@@ -107,4 +144,4 @@ def read_source(source: Source, pieces: Sequence[BlockScaledTensor], device: tor
         (plan.box.within(source.box.offset)[axes:], piece) for plan, piece in zip(source.pieces, pieces, strict=True)
     ]
     dtype = getattr(torch, entry.nominal_dtype)
-    return assemble(source.box.shape[axes:], placed, entry.scheme, dtype, device)
+    return assemble(source.box.shape[axes:], placed, entry.scheme, dtype, device, source.directions)

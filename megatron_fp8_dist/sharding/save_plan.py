@@ -10,8 +10,9 @@ import torch
 
 from ..compat.host import ShardedTensorFactory, is_main_replica
 from ..errors import PlanningError, Problem
+from ..quantized.grid import Grid
 from ..quantized.numerics import invalid_scales
-from ..quantized.scheme import DirectionSpec, Scheme
+from ..quantized.scheme import DirectionSpec, GridSpec, Scheme
 from ..quantized.tensor import BlockScaledTensor
 from ..te import tensors
 from .expand import (
@@ -106,6 +107,8 @@ class SaveTask:
 
     original: Any
     mixed: frozenset[str]
+    directions: str = "both"
+    """`SaveOptions.directions`."""
 
     def build(self, key: str, replica_id: Any) -> Any:
         """Component leaves per ShardedTensor of the original entry."""
@@ -119,7 +122,7 @@ class SaveTask:
             stack = StackRef(leaf.key, _layer(leaf), int(leaf.global_shape[0])) if layered else None
             single = drop_layer_axis(leaf) if layered else leaf
             factory_built = isinstance(self.original, ShardedTensorFactory)
-            out[str(i)] = component_leaves(single, stack, factory_built) if quantized else single
+            out[str(i)] = component_leaves(single, stack, factory_built, self.directions) if quantized else single
         return out
 
     def merge(self, loaded: Any) -> Any:
@@ -141,7 +144,9 @@ class SaveTask:
         )
 
 
-def component_leaves(leaf: Any, stack: StackRef | None, factory_built: bool) -> dict[str, ComponentShard]:
+def component_leaves(
+    leaf: Any, stack: StackRef | None, factory_built: bool, directions: str
+) -> dict[str, ComponentShard]:
     """The components of one ShardedTensor whose data is a BlockScaledTensor.
 
     Raises:
@@ -154,57 +159,62 @@ def component_leaves(leaf: Any, stack: StackRef | None, factory_built: bool) -> 
             "a factory dequantized a quantized parameter",
             [Problem(leaf.key, found, "exact pieces (narrow, chunk, split, slice, view, cat)")],
         )
+    # A tensor that has one direction alone is stored in that one, whatever was asked for.
+    stored = ["rowwise"] if directions == "rowwise" and "rowwise" in data.directions else list(data.directions)
     even = leaf.axis_fragmentations is not None
     fragment = Fragment(global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin))
-    slots = {d.scale.component: _slots(leaf, d, fragment, factory_built and even, even) for d in data.scheme.directions}
+    specs = [spec for spec, _ in data.specs() if spec.name in stored]
+    grids = [grid for spec in specs for grid in spec.grids]
+    slots = {g.component: _slots(leaf, g, fragment, factory_built and even, even) for g in grids}
     record = FragmentRecord(
         key=leaf.key,
         scheme=data.scheme,
         nominal_dtype=str(data.dtype).removeprefix("torch."),
         global_shape=tuple(leaf.global_shape),
         prepended_axes=leaf.prepend_axis_num,
+        directions=tuple(spec.name for spec in specs),
         fragment=fragment,
         slots=tuple(sorted(slots.items())) if even else (),
         even=even,
         stack=stack,
     )
     out = {}
-    for direction in data.scheme.directions:
-        out[direction.data] = _codes_leaf(leaf, direction, record)
-        out[direction.scale.component] = _scale_leaf(leaf, direction, fragment, slots[direction.scale.component])
+    for spec in specs:
+        direction = data.directions[spec.name]
+        out[spec.data] = _codes_leaf(leaf, spec, direction.codes, fragment)
+        for grid, values in zip(spec.grids, direction.grids, strict=True):
+            out[grid.component] = _scale_leaf(leaf, grid, values, fragment, slots[grid.component])
+    out[specs[0].data].record = record
     return out
 
 
-def _slots(leaf: Any, direction: DirectionSpec, fragment: Fragment, factory_built: bool, even: bool) -> tuple[int, ...]:
+def _slots(leaf: Any, spec: GridSpec, fragment: Fragment, factory_built: bool, even: bool) -> tuple[int, ...]:
     scheme = leaf.data.scheme
     if not even:
-        return grid_shape(scheme, direction.scale, fragment, leaf.prepend_axis_num)
-    blocks = scheme.block(direction.scale, len(leaf.local_shape))
+        return grid_shape(scheme, spec, fragment, leaf.prepend_axis_num)
+    blocks = scheme.block(spec, len(leaf.local_shape))
     counts = tuple(slot_count(s, b, factory_built) for s, b in zip(leaf.local_shape, blocks, strict=True))
     return (1,) * int(leaf.prepend_axis_num) + counts
 
 
-def _codes_leaf(leaf: Any, direction: DirectionSpec, record: FragmentRecord) -> ComponentShard:
-    codes = leaf.data.directions[direction.data].codes
-    box = record.fragment.box
+def _codes_leaf(leaf: Any, spec: DirectionSpec, codes: torch.Tensor, fragment: Fragment) -> ComponentShard:
+    shape = spec.code_shape(fragment.box.shape)
     return ComponentShard(
-        key=component_key(leaf.key, direction.data),
+        key=component_key(leaf.key, spec.data),
         # Prepended axes as real axes of size 1: irregular reads with prepend_axis_num fail in DCP, and Megatron loops
         # in Python over every shard of a key that has it.
-        data=codes.reshape(box.shape),
+        data=codes[(None,) * leaf.prepend_axis_num],
         dtype=torch.uint8,
-        local_shape=box.shape,
-        global_shape=record.global_shape,
-        global_offset=box.offset,
+        local_shape=shape,
+        global_shape=spec.code_shape(tuple(leaf.global_shape)),
+        global_offset=spec.code_shape(fragment.box.offset),
         axis_fragmentations=leaf.axis_fragmentations,
         replica_id=leaf.replica_id,
-        record=record,
     )
 
 
-def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: tuple[int, ...]) -> ComponentShard:
-    grid = leaf.data.directions[direction.data].scale
-    expected = grid_shape(leaf.data.scheme, direction.scale, fragment, leaf.prepend_axis_num)[leaf.prepend_axis_num :]
+def _scale_leaf(leaf: Any, spec: GridSpec, grid: Grid, fragment: Fragment, slots: tuple[int, ...]) -> ComponentShard:
+    expected = grid_shape(leaf.data.scheme, spec, fragment, leaf.prepend_axis_num)[leaf.prepend_axis_num :]
     if tuple(grid.values.shape) != expected:
         found = f"{list(grid.values.shape)} blocks"
         problem = Problem(leaf.key, found, f"{list(expected)}, those of one quantized shard", "Requantize it first.")
@@ -213,10 +223,10 @@ def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: 
     filled = grid.values.reshape((1,) * leaf.prepend_axis_num + tuple(grid.values.shape))
     data[tuple(slice(0, n) for n in filled.shape)] = filled
     if leaf.axis_fragmentations is None:
-        key = uneven_key(leaf.key, direction.scale.component, fragment.box.offset)
+        key = uneven_key(leaf.key, spec.component, fragment.box.offset)
         offset, global_shape, fragmentations = (0,) * len(slots), slots, None
     else:
-        key = component_key(leaf.key, direction.scale.component)
+        key = component_key(leaf.key, spec.component)
         index = [o // s if s else 0 for o, s in zip(fragment.box.offset, fragment.box.shape, strict=True)]
         offset = tuple(i * n for i, n in zip(index, slots, strict=True))
         fragmentations = tuple(leaf.axis_fragmentations)
@@ -230,7 +240,7 @@ def _scale_leaf(leaf: Any, direction: DirectionSpec, fragment: Fragment, slots: 
         global_offset=offset,
         axis_fragmentations=fragmentations,
         replica_id=leaf.replica_id,
-        scale_format=direction.scale.scale_format,
+        scale_format=spec.scale_format,
     )
 
 
@@ -273,15 +283,15 @@ def _bad_scales(leaf: ComponentShard) -> list[Problem]:
     return [Problem(leaf.key, f"scale {found}", "a finite scale that is not negative", "The weight has diverged.")]
 
 
-def expand_for_save(state_dict: Any, mixed: frozenset[str]) -> Any:
+def expand_for_save(state_dict: Any, mixed: frozenset[str], directions: str = "both") -> Any:
     """The state dict with every entry that needs it replaced by a factory of components, in new containers."""
 
     def expand(value: Any) -> Any:
         if not is_entry(value):
             return own(value)
         if tensors.is_quantized(value.data):
-            return make_factory(value, SaveTask(value, mixed))
+            return make_factory(value, SaveTask(value, mixed, directions))
         in_stack = mixed and may_match(value, mixed) and any(leaf.key in mixed for leaf in leaves(skeleton(value)))
-        return make_factory(value, SaveTask(value, mixed)) if in_stack else own(value)
+        return make_factory(value, SaveTask(value, mixed, directions)) if in_stack else own(value)
 
     return walk(state_dict, expand)

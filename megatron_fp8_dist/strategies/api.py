@@ -59,10 +59,10 @@ def save(
     Raises:
         FP8CheckpointError: on all ranks alike. A PlanningError leaves the directory as it was.
     """
-    strategy = _strategy(FP8SaveShardedStrategy, sharded_strategy, options)
+    strategy: FP8SaveShardedStrategy = _strategy(FP8SaveShardedStrategy, sharded_strategy, options)
     directory = Path(checkpoint_dir)
     attempt(lambda: check_directory(directory))
-    expanded = expand_save(sharded_state_dict)
+    expanded = expand_save(sharded_state_dict, strategy.options)
     if host_range.COMMON_STATE_FIRST:
         # Or a crash could leave the older checkpoint's marker beside the new common state.
         attempt(lambda: clear_commit(directory, common_state=False) if rank() == 0 else None)
@@ -104,7 +104,7 @@ def load(
     """
     started = time.perf_counter()
     directory = Path(checkpoint_dir)
-    strategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
+    strategy: FP8LoadShardedStrategy = _strategy(FP8LoadShardedStrategy, sharded_strategy, options)
     attempt(lambda: check_common_state(directory) if host_range.COMMON_STATE_FIRST else None)
     absent_ok = attempt(lambda: tolerates_missing(stock_kwargs.get("strict")))
     expansion = expand_load(sharded_state_dict, directory, strategy.options, absent_ok=absent_ok)

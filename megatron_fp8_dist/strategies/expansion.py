@@ -68,7 +68,7 @@ def expand_quantized(
         save_options = options or SaveOptions()
         if not isinstance(save_options, SaveOptions):
             raise TypeError("expanding for a save takes SaveOptions; pass checkpoint_dir= to expand for a load")
-        return expand_save(sharded_state_dict, model, process_group)
+        return expand_save(sharded_state_dict, save_options, model, process_group)
     load_options = options or LoadOptions()
     if not isinstance(load_options, LoadOptions):
         raise TypeError("expanding for a load (checkpoint_dir=) takes LoadOptions")
@@ -88,7 +88,7 @@ def _check_local(state_dict: Any, model: Any) -> None:
     refuse("the state dict cannot be saved or loaded exactly", problems)
 
 
-def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
+def expand_save(state_dict: Any, options: SaveOptions, model: Any = None, group: Any = None) -> Any:
     """Expand for a save. Collective: a rank with high-precision layers alone cannot know that its stack is mixed."""
     state_dict = unexpanded(state_dict)
 
@@ -104,7 +104,7 @@ def expand_save(state_dict: Any, model: Any = None, group: Any = None) -> Any:
     def expand() -> tuple[Any, list[FragmentRecord]]:
         problems = [*conflicts, *check_replicas(state_dict, infos, rank(group))]
         refuse("the ranks' quantized parameters do not fit together", problems)
-        expanded = expand_for_save(state_dict, mixed)
+        expanded = expand_for_save(state_dict, mixed, options.directions)
         records, found = rehearse(expanded)
         refuse("the state dict cannot be saved exactly", found)
         return expanded, records

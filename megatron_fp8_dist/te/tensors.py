@@ -2,73 +2,87 @@
 
 A quantized tensor is a `BlockScaledTensor`, or an instance of one of Transformer Engine's classes. Theirs are told by
 the module that defines them and by class name, so that nothing here needs the package: where it is not imported, none
-of its tensors can exist. The attribute names are stable from TE 2.0 to 2.20.
+of its tensors can exist. The attribute names are stable from TE 2.0 (blockwise 2.3, NVFP4 2.8) to 2.20.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import PlanningError, Problem
 from ..quantized.scheme import Scheme
 from ..quantized.tensor import BlockScaledTensor
+from .blocks import MXFP8, NVFP4, Blockwise, Components, element_of
 
-_ELEMENT_NAMES = {"kFloat8E4M3": "E4M3", "kFloat8E5M2": "E5M2"}
 
-
-@dataclass(frozen=True, slots=True)
-class _Adapter:
+class _Adapter(Protocol):
     """One Transformer Engine class."""
 
-    refusal: Callable[[Any], str | None]
-    """Why a tensor cannot be saved or restored exactly, or None."""
-    scheme: Callable[[Any], Scheme]
-    """Its scheme."""
-    components: Callable[[Any], dict[str, torch.Tensor]]
-    """Its components in logical orientation, as views of its buffers where the buffers are there."""
-    write: Callable[[Any, dict[str, torch.Tensor]], None]
-    """Put components into its buffers, in place, and leave the other direction restored or marked invalid."""
+    def refusal(self, tensor: Any) -> str | None:
+        """Why a tensor cannot be saved or restored exactly, or None."""
+
+    def scheme(self, tensor: Any) -> Scheme:
+        """The scheme of a tensor."""
+
+    def directions(self, tensor: Any) -> list[str]:
+        """Names of the scheme's directions that the tensor has, or that follow exactly from what it has."""
+
+    def components(self, tensor: Any) -> Components:
+        """Components in logical orientation."""
+
+    def write(self, tensor: Any, components: Components) -> None:
+        """Put components into the buffers, in place; every direction is restored, derived or marked invalid."""
 
 
-def _float8_refusal(tensor: Any) -> str | None:
-    if tensor._data is None and (tensor._transpose is None or tensor._transpose_invalid):
-        return "without valid codes: _data is None, and _transpose is None or marked invalid"
-    return None
+class _Float8:
+    """Float8Tensor: per-tensor scaling, delayed or current."""
+
+    def refusal(self, tensor: Any) -> str | None:
+        if tensor._data is None and (tensor._transpose is None or tensor._transpose_invalid):
+            return "without valid codes: _data is None, and _transpose is None or marked invalid"
+        return None
+
+    def scheme(self, tensor: Any) -> Scheme:
+        return Scheme("per_tensor", element_of(tensor._fp8_dtype))
+
+    def directions(self, tensor: Any) -> list[str]:
+        return ["rowwise"]
+
+    def components(self, tensor: Any) -> Components:
+        codes = tensor._data if tensor._data is not None else _untranspose(tensor._transpose)
+        return {
+            "rowwise_data": codes,
+            "rowwise_scale_inv": tensor._scale_inv.reshape((1,) * tensor.dim()),
+        }
+
+    def write(self, tensor: Any, components: Components) -> None:
+        codes = components["rowwise_data"]
+        tensor._scale_inv.copy_(components["rowwise_scale_inv"].reshape(tensor._scale_inv.shape))
+        if tensor._data is None:
+            # A tensor that keeps only its transpose has nothing to regenerate it from.
+            _untranspose(tensor._transpose).copy_(codes)
+            return
+        tensor._data.copy_(codes)
+        # A transpose that is allocated is stale now; TE makes it again from _data when it needs it.
+        tensor._transpose_invalid = True
 
 
-def _float8_scheme(tensor: Any) -> Scheme:
-    return Scheme(name="per_tensor", element=_ELEMENT_NAMES[tensor._fp8_dtype.name])
-
-
-def _rowwise_from_transpose(transpose: torch.Tensor) -> torch.Tensor:
+def _untranspose(transpose: torch.Tensor) -> torch.Tensor:
     return transpose.permute(*range(1, transpose.dim()), 0)
 
 
-def _float8_components(tensor: Any) -> dict[str, torch.Tensor]:
-    codes = tensor._data
-    if codes is None:
-        codes = _rowwise_from_transpose(tensor._transpose)
-    return {"rowwise_data": codes, "rowwise_scale_inv": tensor._scale_inv.reshape((1,) * tensor.dim())}
-
-
-def _float8_write(tensor: Any, components: dict[str, torch.Tensor]) -> None:
-    codes = components["rowwise_data"]
-    tensor._scale_inv.copy_(components["rowwise_scale_inv"].reshape(tensor._scale_inv.shape))
-    if tensor._data is None:
-        # A tensor that keeps only its transpose has nothing to regenerate it from.
-        _rowwise_from_transpose(tensor._transpose).copy_(codes)
-        return
-    tensor._data.copy_(codes)
-    # A transpose that is allocated is stale now; TE makes it again from _data when it needs it.
-    tensor._transpose_invalid = True
-
-
 _ADAPTERS: dict[str, _Adapter] = {
-    "Float8Tensor": _Adapter(_float8_refusal, _float8_scheme, _float8_components, _float8_write),
+    "Float8Tensor": _Float8(),
+    "Float8BlockwiseQTensor": Blockwise(),
+    "MXFP8Tensor": MXFP8(),
+    "NVFP4Tensor": NVFP4(),
+}
+
+_REMEDIES = {
+    "GroupedTensor": "Map its members, from split_into_quantized_tensors(), one entry each.",
+    "HybridQuantizedTensor": "Build the module with one recipe for both directions, or dequantize it before saving.",
 }
 
 
@@ -91,15 +105,19 @@ def unsupported(value: torch.Tensor, key: str) -> Problem | None:
         return None
     name = str(_te_class(value))
     adapter = _ADAPTERS.get(name)
-    if adapter is not None:
-        reason = adapter.refusal(value)
-        return None if reason is None else Problem(key, f"a {name} {reason}", f"a {name} that holds its codes")
-    return Problem(
-        key=key,
-        found=f"a quantized tensor of Transformer Engine class {name}",
-        expected=f"one of {', '.join(sorted(_ADAPTERS))}",
-        remedy="Dequantize it before saving, or keep it out of the checkpoint.",
-    )
+    if adapter is None:
+        expected = f"one of {', '.join(sorted(_ADAPTERS))}"
+        remedy = _REMEDIES.get(name, "Dequantize it before saving, or keep it out of the checkpoint.")
+        return Problem(
+            key,
+            f"a quantized tensor of Transformer Engine class {name}",
+            expected,
+            remedy,
+        )
+    reason = adapter.refusal(value)
+    if reason is None:
+        return None
+    return Problem(key, f"a {name} {reason}", f"a {name} that holds its codes, 2-D with compact scales if in blocks")
 
 
 def unwritable(value: torch.Tensor, key: str) -> Problem | None:
@@ -124,8 +142,13 @@ def scheme_of(value: torch.Tensor) -> Scheme:
     return value.scheme if isinstance(value, BlockScaledTensor) else _adapter(value).scheme(value)
 
 
+def directions_of(value: torch.Tensor) -> list[str]:
+    """Names of the scheme's directions that a quantized tensor has, or that follow exactly from what it has."""
+    return list(value.directions) if isinstance(value, BlockScaledTensor) else _adapter(value).directions(value)
+
+
 def wrap(value: torch.Tensor) -> BlockScaledTensor:
-    """A BlockScaledTensor over the buffers of a quantized tensor of either kind; nothing is copied.
+    """A BlockScaledTensor over the buffers of a quantized tensor of either kind; codes are not copied.
 
     Raises:
         PlanningError: a Transformer Engine class that is not supported.
@@ -143,20 +166,20 @@ def restore(destination: torch.Tensor, source: BlockScaledTensor) -> None:
 
     Args:
         destination: a quantized tensor of either kind.
-        source: one whole quantized shard, of the scheme and shape of `destination`.
+        source: one whole quantized shard, of the scheme, the shape and the directions of `destination`.
 
     Raises:
-        ValueError: scheme or shape differ; nothing was written.
+        ValueError: scheme, shape or directions differ; nothing was written.
     """
     with torch.no_grad():
         if isinstance(destination, BlockScaledTensor):
             destination.write_(source)
             return
         adapter = _adapter(destination)
-        scheme = adapter.scheme(destination)
-        if source.scheme != scheme or source.shape != destination.shape:
+        scheme, names = adapter.scheme(destination), adapter.directions(destination)
+        if source.scheme != scheme or source.shape != destination.shape or not set(names) <= set(source.directions):
             raise ValueError(
-                f"cannot write {source!r} over {type(destination).__name__} of shape {tuple(destination.shape)} "
-                f"and scheme {scheme.name}/{scheme.element}"
+                f"cannot write {source!r} over {type(destination).__name__} of shape {tuple(destination.shape)}, "
+                f"scheme {scheme} and directions {', '.join(names)}"
             )
         adapter.write(destination, source.components())

@@ -1,0 +1,254 @@
+"""Transformer Engine's block-scaled classes: their buffers as views in logical orientation.
+
+Their scale buffers are padded, some of them and some of the codes are transposed, and 2-D scaling repeats each scale
+along the tile. A view here has none of that: codes and scales as docs/format.md has them, over the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..quantized.elements import pack, unpack
+from ..quantized.scheme import Scheme
+
+Components = dict[str, torch.Tensor]
+Blocks = tuple[int, int]
+
+DIRECTIONS = ("rowwise", "columnwise")
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class BlockAdapter:
+    """One block-scaled class."""
+
+    packed = False
+    """Whether two codes share a byte, along the axis of the blocks."""
+    columnwise_codes_transposed = True
+    """Whether `_columnwise_data` is (K, M)."""
+
+    def scheme(self, tensor: Any) -> Scheme:
+        """The scheme of a tensor."""
+        raise NotImplementedError
+
+    def refusal(self, tensor: Any) -> str | None:
+        """Why a tensor cannot be saved or restored exactly, or None."""
+        if all(getattr(tensor, f"_{name}_data") is None for name in DIRECTIONS):
+            return "without codes"
+        return f"of {tensor.dim()} axes" if tensor.dim() != 2 else None
+
+    def blocks(self, tensor: Any, name: str) -> Blocks:
+        """Elements per entry of the class's own scale array of direction `name`; may be finer than the scheme's."""
+        raise NotImplementedError
+
+    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
+        """Scales of direction `name` in logical orientation, without padding: a view."""
+        raise NotImplementedError
+
+    def code_view(self, tensor: Any, name: str) -> torch.Tensor:
+        """Codes of direction `name` in logical orientation: a view."""
+        data: torch.Tensor = getattr(tensor, f"_{name}_data")
+        return data.t() if name == "columnwise" and self.columnwise_codes_transposed else data
+
+    def amax(self, tensor: Any, name: str) -> torch.Tensor | None:
+        """Second-level amax of direction `name`, as a grid: a view."""
+        return None
+
+    def directions(self, tensor: Any) -> list[str]:
+        """Names of the scheme's directions that the tensor has, or that follow exactly from what it has."""
+        stored = [spec.name for spec in self.scheme(tensor).directions]
+        there = [name for name in stored if self._has(tensor, name)]
+        return there or stored[:1]
+
+    def _has(self, tensor: Any, name: str) -> bool:
+        return getattr(tensor, f"_{name}_data") is not None
+
+    def components(self, tensor: Any) -> Components:
+        """Components of the directions, views where the class holds them in the form that is stored."""
+        scheme, out = self.scheme(tensor), Components()
+        for spec in scheme.directions:
+            if spec.name not in self.directions(tensor):
+                continue
+            source = spec.name if self._has(tensor, spec.name) else _other(spec.name)
+            codes = self.code_view(tensor, source)
+            out[spec.data] = codes if source == spec.name else self._repack(codes, source, spec.name)
+            out[spec.scale.component] = self._compact(tensor, source, _finite(spec.scale.block))
+            amax = self.amax(tensor, source)
+            if spec.amax is not None and amax is not None:
+                out[spec.amax.component] = amax
+        return out
+
+    def write(self, tensor: Any, components: Components) -> None:
+        """Write components into the buffers that the tensor has; what the scheme does not store is derived."""
+        scheme = self.scheme(tensor)
+        for name in DIRECTIONS:
+            if not self._has(tensor, name):
+                continue
+            spec = next((s for s in scheme.directions if s.name == name), scheme.directions[0])
+            codes = components[spec.data]
+            self.code_view(tensor, name).copy_(codes if spec.name == name else self._repack(codes, spec.name, name))
+            getattr(tensor, f"_{name}_scale_inv").zero_()
+            view = self.scale_view(tensor, name)
+            view.copy_(
+                _expand(
+                    components[spec.scale.component],
+                    _finite(spec.scale.block),
+                    self.blocks(tensor, name),
+                    view,
+                )
+            )
+            amax = self.amax(tensor, name)
+            if spec.amax is not None and amax is not None:
+                amax.copy_(components[spec.amax.component])
+
+    def _repack(self, codes: torch.Tensor, source: str, target: str) -> torch.Tensor:
+        """Codes of one direction as those of the other, which holds the same values."""
+        if not self.packed:
+            return codes
+        return pack(unpack(codes, _packed_axis(source)), _packed_axis(target))
+
+    def _compact(self, tensor: Any, name: str, block: Blocks) -> torch.Tensor:
+        """Scales on the scheme's blocks."""
+        view, own = self.scale_view(tensor, name), self.blocks(tensor, name)
+        compact = view[:: block[0] // own[0], :: block[1] // own[1]]
+        if block != own and not torch.equal(_expand(compact, block, own, view), view):
+            raise ValueError(f"{type(tensor).__name__} is 2-D scaled, but its {name} scales differ inside a tile")
+        return compact
+
+
+def _packed_axis(name: str) -> int:
+    return 1 if name == "rowwise" else 0
+
+
+def _other(name: str) -> str:
+    return "columnwise" if name == "rowwise" else "rowwise"
+
+
+def _finite(block: tuple[int | None, int | None]) -> Blocks:
+    rows, columns = block
+    assert rows is not None and columns is not None, "block schemes have finite blocks"
+    return rows, columns
+
+
+def _expand(values: torch.Tensor, block: Blocks, own: Blocks, like: torch.Tensor) -> torch.Tensor:
+    """Scales on a class's own, finer blocks."""
+    for axis in (0, 1):
+        values = values.repeat_interleave(block[axis] // own[axis], dim=axis) if block[axis] != own[axis] else values
+    return values[: like.shape[0], : like.shape[1]]
+
+
+_ELEMENT_NAMES = {"kFloat8E4M3": "E4M3", "kFloat8E5M2": "E5M2", "kFloat4E2M1": "E2M1"}
+
+
+def element_of(dtype: Any) -> str:
+    """Element format of one of Transformer Engine's dtypes, by name: its number has changed between releases."""
+    return _ELEMENT_NAMES[dtype.name]
+
+
+def _flag(tensor: Any, name: str, default: int = 0) -> int:
+    return int(getattr(tensor, name, default))
+
+
+def _quantizer_flag(tensor: Any, name: str) -> int:
+    return int(getattr(tensor._quantizer, name, 0) or 0)
+
+
+class Blockwise(BlockAdapter):
+    """Float8BlockwiseQTensor: 128x128 or 1x128 blocks, float32 scales."""
+
+    def scheme(self, tensor: Any) -> Scheme:
+        """See `BlockAdapter.scheme`."""
+        name = "blockwise_2d" if tensor._is_2D_scaled else "blockwise_1d"
+        # Without its quantizer a tensor says nothing of the rule; power-of-two is TE's default.
+        power = 1 if tensor._quantizer is None else _quantizer_flag(tensor, "force_pow_2_scales")
+        return Scheme.of(name, element_of(tensor._fp8_dtype), power_of_two=power)
+
+    def refusal(self, tensor: Any) -> str | None:
+        """See `BlockAdapter.refusal`."""
+        layout = getattr(tensor, "_data_format", None)
+        if layout is not None and "COMPACT" in str(layout):
+            return "in TE's compact data format"
+        return super().refusal(tensor)
+
+    def blocks(self, tensor: Any, name: str) -> Blocks:
+        """See `BlockAdapter.blocks`."""
+        if tensor._is_2D_scaled:
+            return 128, 128
+        return (1, 128) if name == "rowwise" else (128, 1)
+
+    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
+        """See `BlockAdapter.scale_view`."""
+        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
+        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
+        flipped = (name == "columnwise") == bool(tensor._is_2D_scaled)
+        return (buffer.t() if flipped else buffer)[:rows, :columns]
+
+
+class MXFP8(BlockAdapter):
+    """MXFP8Tensor: 1x32 and 32x1 blocks, or 32x32 tiles; E8M0 scales."""
+
+    columnwise_codes_transposed = False
+
+    def scheme(self, tensor: Any) -> Scheme:
+        """See `BlockAdapter.scheme`."""
+        tiled = _quantizer_flag(tensor, "with_2d_quantization")
+        return Scheme("mxfp8_2d" if tiled else "mxfp8", element_of(tensor._fp8_dtype))
+
+    def refusal(self, tensor: Any) -> str | None:
+        """See `BlockAdapter.refusal`."""
+        return _swizzled(tensor) or super().refusal(tensor)
+
+    def blocks(self, tensor: Any, name: str) -> Blocks:
+        """See `BlockAdapter.blocks`."""
+        return (1, 32) if name == "rowwise" else (32, 1)
+
+    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
+        """See `BlockAdapter.scale_view`."""
+        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
+        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
+        return buffer[:rows, :columns]
+
+
+class NVFP4(BlockAdapter):
+    """NVFP4Tensor: 1x16 and 16x1 blocks, or 16x16 tiles; E4M3 scales under a float32 amax."""
+
+    packed = True
+
+    def scheme(self, tensor: Any) -> Scheme:
+        """See `BlockAdapter.scheme`."""
+        name = "nvfp4_2d" if _quantizer_flag(tensor, "with_2d_quantization") else "nvfp4"
+        name = "nvfp4_row_scaled" if _flag(tensor, "_row_scaled_nvfp4") else name
+        flags = {
+            "e4m3_max": _flag(tensor, "_nvfp4_e4m3_max", 448),
+            "use_4over6": _flag(tensor, "_nvfp4_use_4over6"),
+        }
+        return Scheme.of(name, element_of(tensor._fp4_dtype), **flags)
+
+    def refusal(self, tensor: Any) -> str | None:
+        """See `BlockAdapter.refusal`."""
+        if _flag(tensor, "_row_scaled_nvfp4") and tensor._columnwise_data is not None:
+            return "row-scaled and with a columnwise direction, which does not follow from the rowwise one"
+        return _swizzled(tensor) or super().refusal(tensor)
+
+    def blocks(self, tensor: Any, name: str) -> Blocks:
+        """See `BlockAdapter.blocks`."""
+        return (1, 16) if name == "rowwise" else (16, 1)
+
+    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
+        """See `BlockAdapter.scale_view`."""
+        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
+        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
+        return (buffer.t() if name == "columnwise" else buffer)[:rows, :columns].view(torch.uint8)
+
+    def amax(self, tensor: Any, name: str) -> torch.Tensor | None:
+        """See `BlockAdapter.amax`."""
+        amax: torch.Tensor = getattr(tensor, f"_amax_{name}")
+        return amax.view(-1, 1)
+
+
+def _swizzled(tensor: Any) -> str | None:
+    return "with GEMM-swizzled scales" if _flag(tensor, "_with_gemm_swizzled_scales") else None
