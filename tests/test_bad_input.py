@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fp8_dist import (
+    BlockScaledTensor,
     FP8CheckpointError,
     FP8SaveShardedStrategy,
     expand_quantized,
@@ -106,6 +110,17 @@ def _scale(value: float) -> Callable[[Path], None]:
     return lambda d: damage.rewrite(d, SCALE, spoil)
 
 
+def _lose_chunk(key: str) -> Callable[[Path], None]:
+    def lose(directory: Path) -> None:
+        changed = damage.metadata(directory)
+        stored = changed.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata)
+        del stored.chunks[2]
+        damage.put_metadata(directory, changed)
+
+    return lose
+
+
 DAMAGED_FILES = [
     Case("no scale", lambda d: damage.drop(d, SCALE), ManifestError, SCALE, "component is missing"),
     Case("no codes", lambda d: damage.drop(d, DATA), ManifestError, DATA, "component is missing"),
@@ -181,6 +196,8 @@ DAMAGED_FILES = [
         DATA,
         "expected torch.uint8 of shape [4, 48, 16]",
     ),
+    Case("chunk of codes not in .metadata", _lose_chunk(DATA), ManifestError, QKV, "3 stored chunks"),
+    Case("chunk of scales not in .metadata", _lose_chunk(SCALE), ManifestError, MANIFEST, "found digest"),
     Case("no .metadata", lambda d: (d / ".metadata").unlink(), IncompleteCheckpointError, "{dir}", "no .metadata"),
     Case(".metadata cut short", lambda d: damage.cut(d / ".metadata", 0.5), StorageError, ".metadata", "readable"),
     Case(
@@ -200,6 +217,14 @@ def test_a_damaged_checkpoint(checkpoint: Path, case: Case) -> None:
     error = refused_load(model, model.sharded_state_dict(), checkpoint, case.kind)
     assert error.problems[0].key == case.key.format(dir=checkpoint)
     assert case.text in str(error)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", "7", '"torch_dist"', "{", ""])
+def test_a_commit_marker_that_is_none(checkpoint: Path, text: str) -> None:
+    (checkpoint / "metadata.json").write_text(text)
+    model = blank()
+    error = refused_load(model, model.sharded_state_dict(), checkpoint, IncompleteCheckpointError)
+    assert [p.key for p in error.problems] == ["metadata.json"]
 
 
 def test_the_same_damage_is_refused_for_a_high_precision_model(checkpoint: Path) -> None:
@@ -264,6 +289,47 @@ def test_destinations_that_do_not_fit(checkpoint: Path) -> None:
     assert "LoadOptions(allow_recast=True)" in str(error)
 
 
+def test_destinations_that_cannot_be_written(checkpoint: Path) -> None:
+    qkv, proj, *_ = toy_model.QUANTIZED
+    twice = toy_model.quantized("block_scaled", torch.zeros(48, 16, dtype=torch.uint8), 1.0)
+    halves = [toy_model.quantized("block_scaled", torch.zeros(16, 4, dtype=torch.uint8), s) for s in (0.5, 0.25)]
+    model = blank()
+    model.layers["1"].qkv = torch.nn.Parameter(twice.detach()[:24])
+    model.layers["3"].proj = torch.nn.Parameter(torch.cat([h.detach() for h in halves], 1))
+    error = refused_load(model, model.sharded_state_dict(), checkpoint, PlanningError)
+    assert [p.key for p in error.problems] == [f"decoder.layers.{w.name}.weight" for w in (qkv, proj)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool], ids=str)
+def test_a_destination_that_is_no_float(checkpoint: Path, dtype: torch.dtype) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("weight", torch.zeros(24, 16, dtype=dtype))
+    entries = {"weight": toy_model.entry(model.get_buffer("weight"), toy_model.QUANTIZED[0], PLACE, 0)}
+    error = refused_load(model, entries, checkpoint, PlanningError)
+    assert [(p.key, p.found) for p in error.problems] == [(QKV, f"{dtype} in the model")]
+
+
+def test_one_parameter_under_two_keys(tmp_path: Path) -> None:
+    def entries(*weights: Any) -> dict[str, Any]:
+        return {k: ShardedTensor.from_rank_offsets(k, w) for k, w in zip(("first", "second"), weights, strict=True)}
+
+    saved = [toy_model.quantized("block_scaled", torch.full((2, 2), c, dtype=torch.uint8), 0.5) for c in (1, 2)]
+    save(entries(*saved), tmp_path)
+    model = torch.nn.Module()
+    model.weight = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
+    error = refused_load(model, entries(model.weight, model.weight), tmp_path, PlanningError)
+    assert [(p.key, p.found) for p in error.problems] == [("second", "the destination of first as well")]
+
+
+def test_one_parameter_in_two_entries_of_one_key(checkpoint: Path) -> None:
+    model = blank()
+    qkv = toy_model.QUANTIZED[0]
+    again = toy_model.entry(model.parameter(qkv, 0), qkv, PLACE, 0)
+    again.replica_id = 1
+    load(model.sharded_state_dict() | {"again": again}, checkpoint)
+    assert model.wrong() == []
+
+
 def test_another_number_of_layers(checkpoint: Path) -> None:
     model = blank()
     layer = ShardedTensor.from_rank_offsets(QKV, model.layers["0"].qkv, (0, 4, 8), prepend_axis_num=1)
@@ -294,22 +360,41 @@ def test_a_parameter_that_megatron_does_not_merge_is_noticed(tmp_path: Path) -> 
         load(entries, tmp_path)
 
 
+@dataclass
+class Record:
+    """What a state dict may hold."""
+
+    value: Any
+
+
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda value: (value,),
+    "list of tuples": lambda value: [{"deep": (value,)}],
+    "Namespace": lambda value: Namespace(value=value),
+    "SimpleNamespace": lambda value: SimpleNamespace(value=value),
+    "Record": Record,
+}
+
+
 BAD_ENTRIES: dict[str, tuple[Any, str]] = {
     "quantized key with a suffix": (("quantized", DATA), DATA),
     "plain key with a suffix": (("plain", SCALE), SCALE),
     "loose quantized tensor": (("loose", ""), "(state dict)"),
     "quantized tensor in an object": (("object", "extra"), "extra"),
-    # Megatron does not look into tuples: it would pickle the tensor as common state.
-    "quantized entry in a tuple": (("tuple", "student.weight"), "student.weight"),
+    # Megatron looks into dicts and lists alone: it would pickle what is in these with the common state.
+    **{f"quantized entry in a {how}": ((how, "student.weight"), "student.weight") for how in HOLDERS},
+    **{f"quantized tensor in a {how}": ((f"{how} of tensors", ""), "(state dict)") for how in HOLDERS | {"set": set}},
 }
 
 
 def bad_entry(how: str, key: str) -> Any:
     """A value that must not be saved."""
     weight = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
-    if how in {"quantized", "tuple"}:
+    if how == "quantized" or how in HOLDERS:
         entry = ShardedTensor.from_rank_offsets(key, weight)
-        return entry if how == "quantized" else (entry,)
+        return entry if how == "quantized" else HOLDERS[how](entry)
+    if how.endswith(" of tensors"):
+        return {weight} if how == "set of tensors" else HOLDERS[how.removesuffix(" of tensors")](weight)
     if how == "plain":
         return ShardedTensor.from_rank_offsets(key, torch.zeros(2, 2))
     return weight if how == "loose" else ShardedObject(key, {"deep": [weight]}, (1,), (0,))
@@ -334,7 +419,50 @@ def test_all_entries_that_cannot_be_saved_at_once(tmp_path: Path) -> None:
     entries = {name: bad_entry(how, key) for name, ((how, key), _) in BAD_ENTRIES.items()}
     with pytest.raises(PlanningError) as caught:
         save(entries, tmp_path)
-    assert sorted(p.key for p in caught.value.problems) == sorted(place for _, place in BAD_ENTRIES.values())
+    assert {p.key for p in caught.value.problems} == {place for _, place in BAD_ENTRIES.values()}
+
+
+def layer(index: int, dtype: torch.dtype = torch.bfloat16, layers: int = 2) -> Any:
+    """An entry of one layer of a stack."""
+    components = {"rowwise_data": torch.zeros(2, 2, dtype=torch.uint8), "rowwise_scale_inv": torch.ones(1, 1)}
+    weight = BlockScaledTensor.from_components(toy_model.scheme(), components, dtype)
+    where = (0, index, layers)
+    return ShardedTensor.from_rank_offsets("stack", torch.nn.Parameter(weight), where, prepend_axis_num=1)
+
+
+def row(index: int) -> Any:
+    """An entry of one of four fragments."""
+    weight = toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), 1.0)
+    return ShardedTensor.from_rank_offsets("rows", weight, (0, index, 4))
+
+
+def joined() -> Any:
+    """An entry of a parameter that is two quantized shards."""
+    parts = [toy_model.quantized("block_scaled", torch.zeros(2, 2, dtype=torch.uint8), s) for s in (1.0, 0.5)]
+    return ShardedTensor.from_rank_offsets("joined", torch.nn.Parameter(torch.cat([p.detach() for p in parts])))
+
+
+CONFLICTS: dict[str, tuple[Callable[[], list[Any]], str]] = {
+    "two nominal dtypes": (lambda: [layer(0), layer(1, torch.float16)], "stack: found nominal_dtype"),
+    "a fragment that nobody saves": (lambda: [row(i) for i in (0, 1, 3)], "rows: found 3 fragments in all main"),
+    "a layer that nobody saves": (lambda: [layer(i, layers=3) for i in (0, 2)], "stack"),
+    "a parameter of two shards": (lambda: [joined()], "joined: found"),
+}
+
+
+@pytest.mark.parametrize(("entries", "message"), CONFLICTS.values(), ids=CONFLICTS.keys())
+def test_a_conflict_between_entries_leaves_an_older_checkpoint(
+    checkpoint: Path, entries: Callable[[], list[Any]], message: str
+) -> None:
+    before = damage.snapshot(checkpoint)
+    # Megatron-LM checks the access pattern at its first save alone.
+    with pytest.raises(FP8CheckpointError, match=message) as caught:
+        save({"entries": entries()}, checkpoint, validate_access_integrity=False)
+    assert_complete(caught.value)
+    assert damage.snapshot(checkpoint) == before
+    model = blank()
+    load(model.sharded_state_dict(), checkpoint)
+    assert model.wrong() == []
 
 
 def test_a_factory_that_loses_the_codes(checkpoint: Path) -> None:

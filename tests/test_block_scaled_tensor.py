@@ -258,7 +258,6 @@ PLAIN: dict[str, Operation] = {
     "permute": lambda t: t.permute(1, 0),
     "matmul": lambda t: t @ torch.ones(12, 3, dtype=torch.bfloat16),
     "sum": lambda t: t.sum(),
-    "step": lambda t: t[::2],
     "mask": lambda t: t[torch.tensor([True] * 3 + [False] * 5)],
     "stack": lambda t: torch.stack([t, t]),
     "expand": lambda t: t.expand(2, 8, 12),

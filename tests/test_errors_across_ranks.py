@@ -13,10 +13,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor, serialization
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_fp8_dist import load, save
+from megatron_fp8_dist.compat.host import HOST_VERSION
 from megatron_fp8_dist.errors import FP8CheckpointError
 from megatron_fp8_dist.te import tensors
 from tests import damage, toy_model
@@ -142,6 +144,55 @@ def manifest_fails(directory: Path) -> None:
         save(toy().sharded_state_dict(), directory)
 
 
+def factory_fails(directory: Path) -> None:
+    """The culprit's own factory, of a tensor that is not quantized, fails when it builds."""
+
+    def build(key: str, t: torch.Tensor, replica_id: Any, _: Any) -> ShardedTensor:
+        if culprit():
+            failing()
+        return ShardedTensor.from_rank_offsets(key, t, replica_id=replica_id)
+
+    own = ShardedTensorFactory("student.own", torch.ones(2), build, lambda loaded: loaded, dist.get_rank())
+    save(toy().sharded_state_dict() | {"own": own}, directory)
+
+
+def common_state_hook_fails(directory: Path) -> None:
+    """The culprit's hook for common state fails; Megatron would leave the others in a broadcast."""
+    hook: Callable[..., Any] = failing if culprit() else same
+    save(toy().sharded_state_dict(), directory, preprocess_common_before_consistancy_check=hook)
+
+
+def common_state_does_not_pickle(directory: Path) -> None:
+    """Rank 0 has a value that cannot be pickled."""
+    entries: dict[str, Any] = toy().sharded_state_dict()
+    if dist.get_rank() == 0:
+        entries["own"] = lambda: None
+    save(entries, directory)
+
+
+def commit_fails(directory: Path, **how: Any) -> None:
+    """Rank 0 cannot write metadata.json, while the others wait for it in a barrier."""
+    write = serialization.save_config
+    with mock.patch.object(serialization, "save_config", failing if dist.get_rank() == 0 else write):
+        save(toy().sharded_state_dict(), directory, **how)
+
+
+def commit_with_hashes_fails(directory: Path) -> None:
+    """The same where the others have two barriers before them, the second one for hashes of all files."""
+    commit_fails(directory, verify_integrity=True)
+
+
+def hashes_fail(directory: Path) -> None:
+    """Rank 0 cannot write the hashes of all files."""
+    write = serialization.save_integrity_manifest
+    with mock.patch.object(serialization, "save_integrity_manifest", failing if dist.get_rank() == 0 else write):
+        save(toy().sharded_state_dict(), directory, verify_integrity=True)
+
+
+def same(value: Any) -> Any:
+    return value
+
+
 def other_shape(directory: Path) -> None:
     """The culprit's model wants another shape."""
     save(toy().sharded_state_dict(), directory)
@@ -232,12 +283,18 @@ CASES = [
     Case(manifest_unreadable, "StorageError", "the disk is gone", (0,)),
     Case(writer_fails, "StorageError", "the disk is gone", (CULPRIT,)),
     Case(manifest_fails, "StorageError", "the disk is gone", (0,)),
+    Case(factory_fails, "StorageError", "the disk is gone", (CULPRIT,)),
+    Case(common_state_hook_fails, "StorageError", "the disk is gone", (CULPRIT,)),
+    Case(common_state_does_not_pickle, "StorageError", "pickle", (0,)),
+    Case(commit_fails, "StorageError", "the disk is gone", (0,)),
     Case(other_shape, "PlanningError", "[4, 48, 16]", (CULPRIT,)),
     Case(bad_scale, "PlanningError", f"{SCALES}[0, {CULPRIT}, 0]: found scale nan", (CULPRIT,)),
     Case(plain_unreadable, "StorageError", "the disk is gone", (CULPRIT,)),
     Case(codes_unreadable, "StorageError", "the disk is gone", (CULPRIT,), restored=True),
     Case(restore_fails, "StorageError", "the disk is gone", (CULPRIT,), restored=True),
 ]
+if HOST_VERSION.release >= (0, 19):
+    CASES += [Case(run, "StorageError", "the disk is gone", (0,)) for run in (commit_with_hashes_fails, hashes_fail)]
 
 
 def fail_then_work(directory: str, name: str) -> Outcome:

@@ -106,6 +106,38 @@ DAMAGE: dict[str, tuple[Edit, str]] = {
         r"even -> slots: .*rowwise_scale_inv",
     ),
     "slots of another type": (lambda d: tensor(d, "even").update(slots=[1, 1]), r"even -> slots: found \[1, 1\]"),
+    "slots of another number": (
+        lambda d: tensor(d, "even")["slots"].update({SCALE: [2, 1]}),
+        r"even -> slots: found \[2, 1\], expected slots for fragments of \[4, 6\]",
+    ),
+    "more slots than blocks": (
+        lambda d: tensor(d, "blocks")["slots"].update({SCALE: [1, 4, 2]}),
+        r"blocks -> slots: found \[1, 4, 2\]",
+    ),
+    "slots on a prepended axis": (
+        lambda d: tensor(d, "blocks")["slots"].update({SCALE: [2, 3, 2]}),
+        r"blocks -> slots: found \[2, 3, 2\]",
+    ),
+    "fragments joined": (
+        lambda d: tensor(d, "even").update(fragment_shape=[8, 6], phases=[[[1, 0]], [[1, 0]]], slots={SCALE: [2, 1]}),
+        r"even -> slots: found \[2, 1\], expected slots for fragments of \[8, 6\]",
+    ),
+    "prepended axes of a tensor that is not stacked": (
+        lambda d: tensor(d, "even").update(prepended_axes=1),
+        r"even -> prepended_axes: found 1, expected axes along which every fragment has extent 1",
+    ),
+    "prepended axes of uneven fragments": (
+        lambda d: tensor(d, "uneven").update(prepended_axes=1),
+        r"uneven -> prepended_axes: found 1, expected axes along which",
+    ),
+    "runs beyond all memory": (
+        lambda d: tensor(d, "even")["phases"].__setitem__(0, [[10**12, 0]]),
+        r"even -> phases -> axis 0: .*fragments of 4 that fill 8",
+    ),
+    "runs of fragments without elements": (
+        lambda d: tensor(d, "even").update(fragment_shape=[0, 6], phases=[[[10**12, 0]], [[1, 0]]]),
+        r"even -> phases -> axis 0: .*fragments of 0 that fill 8",
+    ),
     "phases that do not fill the axis": (
         lambda d: tensor(d, "even")["phases"].__setitem__(0, [[1, 0]]),
         r"even -> phases -> axis 0: .*fragments of 4 that fill 8",
@@ -213,12 +245,11 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
         yield from places_of(item, (*path, key))
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 17) | st.floats(-2, 17) | st.text(max_size=3) | st.just("bfloat16"),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "offset", "x"]), inner, max_size=2)
-    ),
-    max_leaves=4,
+PLAIN = st.none() | st.booleans() | st.integers(-2, 17) | st.floats(-2, 17) | st.text(max_size=3) | st.just("bfloat16")
+JSON_VALUES = (
+    PLAIN
+    | st.lists(PLAIN | st.lists(PLAIN, max_size=2), max_size=3)
+    | st.dictionaries(st.sampled_from(["name", "offset", "x"]), PLAIN, max_size=2)
 )
 
 
@@ -318,6 +349,26 @@ def test_ranks_that_contradict_each_other(name: str, change: dict[str, Any], fir
 def test_fragments_of_two_sizes_contradict_each_other() -> None:
     with pytest.raises(ManifestError, match="w: found"):
         build_manifest([record(0), record(4, fragment=Fragment(Box((4, 0), (2, 6)), (0, 0)))], {})
+
+
+def part(offset: int, size: int, **changes: Any) -> FragmentRecord:
+    return record(0, fragment=Fragment(Box((offset, 0), (size, 6)), (0, 0)), **changes)
+
+
+NOT_COVERING: dict[str, list[FragmentRecord]] = {
+    "one missing": [record(0)],
+    "one twice": [record(0), record(4), record(4)],
+    "one twice and one missing": [record(0), record(0)],
+    "not a whole number": [record(0, global_shape=(9, 6)), record(4, global_shape=(9, 6))],
+    "uneven, one missing": [part(0, 3, even=False, slots=()), part(5, 3, even=False, slots=())],
+    "uneven, overlapping": [part(0, 5, even=False, slots=()), part(4, 4, even=False, slots=())],
+}
+
+
+@pytest.mark.parametrize("records", NOT_COVERING.values(), ids=NOT_COVERING.keys())
+def test_fragments_must_fill_the_tensor(records: list[FragmentRecord]) -> None:
+    with pytest.raises(ManifestError, match=rf"w: found {len(records)} fragments .* fragments that fill \[\d, 6\]"):
+        build_manifest(records, {})
 
 
 def test_two_phases_at_one_place_contradict_each_other() -> None:

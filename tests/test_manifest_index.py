@@ -70,6 +70,18 @@ MISMATCHES: dict[str, tuple[IndexEdit, str, str]] = {
     "missing high-precision layer": (lambda i: i.pop("mixed.layer_2"), "mixed.layer_2", "nothing"),
     "unknown component": (lambda i: i.update({f"x.{SCALE}": i["norm"]}), f"x.{SCALE}", "a stored component"),
     "unknown fragment": (lambda i: i.update({f"uneven.{SCALE}@6_0": i["norm"]}), f"uneven.{SCALE}@6_0", "a stored"),
+    "a chunk of codes missing": (changed("even.rowwise_data", chunks=(Box((0, 0), (4, 6)),)), "even", "1 stored"),
+    "a chunk of codes twice": (changed("even.rowwise_data", chunks=(Box((0, 0), (4, 6)),) * 2), "even", "2 stored"),
+    "chunks across fragments": (
+        changed("even.rowwise_data", chunks=(Box((0, 0), (3, 6)), Box((3, 0), (5, 6)))),
+        "even",
+        "2 stored",
+    ),
+    "chunks across uneven fragments": (
+        changed("uneven.rowwise_data", chunks=tuple(Box((a, 0), (b - a, 4)) for a, b in ((0, 4), (4, 8), (8, 16)))),
+        "uneven",
+        "3 stored",
+    ),
     "other chunks of codes": (changed("even.rowwise_data", chunks=(Box((0, 0), (8, 6)),)), "even", "1 stored chunks"),
     "other chunks of scales": (changed("even.rowwise_scale_inv", chunks=()), "fp8_manifest.json", "digest"),
 }

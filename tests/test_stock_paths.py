@@ -35,7 +35,7 @@ from megatron_fp8_dist import (
     save,
 )
 from megatron_fp8_dist.compat.host import HOST_VERSION
-from megatron_fp8_dist.errors import PlanningError
+from megatron_fp8_dist.errors import IncompleteCheckpointError, PlanningError
 from tests import damage, no_cuda, toy_model
 from tests.rankpool import RankPool
 
@@ -183,6 +183,109 @@ def test_inference_mode(tmp_path: Path, kind: str) -> None:
         save(saved.sharded_state_dict(), tmp_path)
         load(loaded.sharded_state_dict(), tmp_path)
     assert loaded.wrong() == []
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_was_made_in_inference_mode(tmp_path: Path, kind: str) -> None:
+    with torch.inference_mode():
+        saved, loaded = toy_model.Toy(kind, PLACE), toy_model.Toy(kind, PLACE, blank=True)
+        save(saved.sharded_state_dict(), tmp_path)
+        loaded.load_state_dict(load(loaded.sharded_state_dict(), tmp_path))
+    assert loaded.wrong() == []
+
+
+@pytest.mark.usefixtures("single")
+def test_the_wrappers_of_the_caller_stay_as_they_are(tmp_path: Path) -> None:
+    writer, reader = TorchDistSaveShardedStrategy("torch_dist", 1), TorchDistLoadShardedStrategy()
+    saving = FullyParallelSaveStrategyWrapper(writer)
+    loading = FullyParallelLoadStrategyWrapper(reader, exchange_algo="gather_object")
+    for _ in range(2):
+        save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path, saving)
+        with no_cuda.stand_ins():
+            load(toy_model.Toy("block_scaled", PLACE, blank=True).sharded_state_dict(), tmp_path, loading)
+        assert (saving.base_strategy, loading.base_strategy) == (writer, reader)
+
+
+NO_STRATEGIES: dict[str, Callable[[], Any]] = {
+    "backend and version": lambda: ("zarr", 1),
+    "name": lambda: "torch_dist",
+    "object": object,
+    "number": lambda: 3,
+}
+NO_SAVE_STRATEGIES = NO_STRATEGIES | {"load": TorchDistLoadShardedStrategy, "our load": FP8LoadShardedStrategy}
+NO_LOAD_STRATEGIES = NO_STRATEGIES | {
+    "save": lambda: TorchDistSaveShardedStrategy("torch_dist", 1),
+    "our save": FP8SaveShardedStrategy,
+}
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("make", NO_SAVE_STRATEGIES.values(), ids=NO_SAVE_STRATEGIES.keys())
+def test_what_is_no_save_strategy(tmp_path: Path, make: Callable[[], Any]) -> None:
+    given = make()
+    with pytest.raises(TypeError, match=r"(?i)strategy"):
+        save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path, given)
+    with pytest.raises(TypeError, match=r"(?i)strategy"):
+        FP8SaveShardedStrategy(inner=given)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("make", NO_LOAD_STRATEGIES.values(), ids=NO_LOAD_STRATEGIES.keys())
+def test_what_is_no_load_strategy(tmp_path: Path, make: Callable[[], Any]) -> None:
+    save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path)
+    given, model = make(), toy_model.Toy("block_scaled", PLACE, blank=True)
+    before = {name: toy_model.content(p) for name, p in model.named_parameters()}
+    with pytest.raises(TypeError, match=r"(?i)strategy"):
+        load(model.sharded_state_dict(), tmp_path, given)
+    assert {name: toy_model.content(p) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.usefixtures("single")
+def test_an_expansion_goes_with_its_directory_and_direction(tmp_path: Path) -> None:
+    planned, other, empty = (tmp_path / name for name in ("planned", "other", "empty"))
+    for directory in (planned, other, empty):
+        directory.mkdir()
+    for directory in (planned, other):
+        save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), directory)
+    model = toy_model.Toy("block_scaled", PLACE, blank=True)
+    before = {name: toy_model.content(p) for name, p in model.named_parameters()}
+
+    def for_a_load() -> Any:
+        return expand_quantized(model.sharded_state_dict(), checkpoint_dir=planned)
+
+    with pytest.raises(PlanningError, match=rf"_data: found an expansion for {planned}, expected one for {other}"):
+        dist_checkpointing.load(for_a_load(), str(other), FP8LoadShardedStrategy())
+    with pytest.raises(PlanningError, match="rowwise_data: found an expansion for a save"):
+        dist_checkpointing.load(expand_quantized(model.sharded_state_dict()), str(planned), FP8LoadShardedStrategy())
+    with pytest.raises(PlanningError, match="rowwise_data: found an expansion for a load"):
+        dist_checkpointing.save(for_a_load(), str(empty), FP8SaveShardedStrategy())
+    assert names(empty) <= {"common.pt"}
+    assert {name: toy_model.content(p) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.usefixtures("single")
+def test_a_directory_has_more_than_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(toy_model.Toy("block_scaled", PLACE).sharded_state_dict(), tmp_path)
+    model = toy_model.Toy("block_scaled", PLACE, blank=True)
+    monkeypatch.chdir(tmp_path.parent)
+    expanded = expand_quantized(model.sharded_state_dict(), checkpoint_dir=tmp_path.name)
+    model.load_state_dict(dist_checkpointing.load(expanded, str(tmp_path), FP8LoadShardedStrategy()))
+    assert model.wrong() == []
+
+
+@pytest.mark.usefixtures("single")
+def test_a_stock_save_that_is_refused_leaves_no_mixed_checkpoint(tmp_path: Path) -> None:
+    entries = toy_model.Toy("block_scaled", PLACE).sharded_state_dict()
+    save(entries | {"iteration": 1}, tmp_path)
+    with pytest.raises(PlanningError):
+        dist_checkpointing.save(entries | {"iteration": 2}, str(tmp_path), FP8SaveShardedStrategy())
+    try:
+        loaded = load(toy_model.Toy("block_scaled", PLACE, blank=True).sharded_state_dict(), tmp_path)
+    except IncompleteCheckpointError:
+        return
+    assert loaded["iteration"] == 1
 
 
 @pytest.mark.usefixtures("single")

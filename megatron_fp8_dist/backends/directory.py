@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from ..errors import IncompleteCheckpointError, ManifestError, PlanningError, Problem
+from ..options import BACKENDS
 from ..sharding.manifest import FILE_NAME, Manifest
 
 COMMIT_MARKER = "metadata.json"
@@ -51,7 +52,8 @@ def check_committed(directory: Path) -> None:
     """Refuse a directory without commit marker.
 
     Raises:
-        IncompleteCheckpointError: there is no `metadata.json`.
+        IncompleteCheckpointError: there is no `metadata.json`, or it is damaged.
+        ManifestError: it names a backend that is not ours.
     """
     if not directory.is_dir():
         problem = Problem(str(directory), "no such directory", "a checkpoint directory")
@@ -70,6 +72,9 @@ def check_committed(directory: Path) -> None:
     if not isinstance(marker, dict) or "sharded_backend" not in marker:
         problem = Problem(COMMIT_MARKER, repr(marker), "an object that names its sharded_backend", remedy)
         raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
+    if marker["sharded_backend"] not in BACKENDS:
+        problem = Problem(COMMIT_MARKER, f"backend {marker['sharded_backend']!r}", f"one of {', '.join(BACKENDS)}")
+        raise ManifestError("the checkpoint has a format that this package does not read", [problem])
 
 
 def check_directory(directory: Path) -> None:

@@ -67,4 +67,8 @@ def encode(values: torch.Tensor, element: str) -> torch.Tensor:
 
 def encode_non_finite(values: torch.Tensor, element: str) -> torch.Tensor:
     """Codes of NaN and infinity as they are, where the format has them (E4M3 has NaN for both, E2M1 neither)."""
-    return encode(values, element) if element == E2M1 else values.to(ELEMENT_DTYPES[element]).view(torch.uint8)
+    if element == E2M1:
+        return encode(values, element)
+    if element == "E4M3":
+        values = torch.where(values.isinf(), torch.full_like(values, float("nan")), values)
+    return values.to(ELEMENT_DTYPES[element]).view(torch.uint8)

@@ -55,6 +55,14 @@ class Grid:
         cut = np.clip(old[low : high + 1], start, start + length) - start if length else old[:1]
         return self._each(lambda v: v.narrow(axis, low, high - low), self._with_edges(axis, cut))
 
+    def every(self, axis: int, step: int) -> Grid:
+        """The grid over every `step`-th element of `axis`."""
+        block = np.repeat(np.arange(len(self.edges[axis]) - 1), np.diff(self.edges[axis]))[::step]
+        first = np.flatnonzero(np.diff(block, prepend=-1))
+        edges = np.append(first, len(block)).astype(np.int64)
+        index = torch.from_numpy(block[first])
+        return self._each(lambda v: v.index_select(axis, index.to(v.device)), self._with_edges(axis, edges))
+
     def refine(self, axis: int, edges: Edges) -> Grid:
         """The same scales over finer blocks: `edges` must hold every edge of this grid on `axis`."""
         if np.array_equal(edges, self.edges[axis]):

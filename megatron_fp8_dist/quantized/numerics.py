@@ -193,6 +193,8 @@ def dequantize_into(out: torch.Tensor, direction: Direction, spec: DirectionSpec
     """Fill `out` (any float dtype, the logical shape) with code * scale_inv, computed in float32."""
     if direction.codes.is_meta or not out.numel():
         return out
+    if not out.dim():
+        return out.copy_(decode(direction.codes, scheme.element) * multipliers(direction, spec, scheme).values)
     rows_of = _value_rows(direction, spec, scheme)
     for rows in row_chunks(tuple(out.shape)):
         out[rows] = rows_of(rows).to(out.dtype)

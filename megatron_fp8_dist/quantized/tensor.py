@@ -219,6 +219,17 @@ class BlockScaledTensor(torch.Tensor):
         is_cut = self.is_cut or length != self.shape[axis]
         return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=is_cut)
 
+    def _every(self, axis: int, step: int) -> Any:
+        """Every `step`-th element of `axis`, a part of this tensor; not for codes that are packed on it."""
+        if any(spec.packed_axis == axis for spec, _ in self.specs()):
+            return NotImplemented
+        take = (slice(None),) * axis + (slice(None, None, step),)
+        directions = {
+            name: Direction(d.codes[take], *(g.every(axis, step) for g in d.grids))
+            for name, d in self.directions.items()
+        }
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin, is_cut=True)
+
     def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
         logical = _view_shape(self.shape, shape)
         directions = {}
@@ -270,6 +281,10 @@ class BlockScaledTensor(torch.Tensor):
     ) -> Any:
         """Exact operations from the table below; everything else on dequantized values."""
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and not any(t.is_inference() for t in _scaled((args, kwargs))):
+            # A view of a tensor that was made outside of inference mode can only be made outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         exact = _EXACT.get(func)
         if exact is not None:
             out = exact(*args, **kwargs)
@@ -367,6 +382,10 @@ def assemble(
     return BlockScaledTensor(scheme, directions, dtype)
 
 
+def _scaled(values: Any) -> list[BlockScaledTensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, BlockScaledTensor)]
+
+
 def _plain(value: Any) -> Any:
     return value.dequantize() if isinstance(value, BlockScaledTensor) else value
 
@@ -380,11 +399,10 @@ def _axis(t: torch.Tensor, dim: int, extra: int = 0) -> int:
 
 
 def _slice(t: BlockScaledTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
-    if step != 1:
-        return NotImplemented
     axis = _axis(t, dim)
     low, high, _ = slice(start, end).indices(t.shape[axis])
-    return t._narrow(axis, low, max(0, high - low))
+    part = t._narrow(axis, low, max(0, high - low))
+    return part if step == 1 else part._every(axis, step)
 
 
 def _select(t: BlockScaledTensor, dim: int, index: int) -> Any:
@@ -499,7 +517,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += [t for t in tree_leaves(value) if isinstance(t, BlockScaledTensor)]
+        written += _scaled(value)
     for destination in written:
         _copy(destination, plain[id(destination)])
     by_plain = {id(plain[id(t)]): t for t in written}

@@ -6,9 +6,8 @@ optimizers find it by identity before and after; what it builds and merges is th
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from ..errors import Problem, StorageError
 from ..te import tensors
 from .layout import Box, layer_key, logical_key
 from .manifest import FragmentRecord
+from .pickling import pickled_parts
 
 RESERVED = "megatron_fp8_dist"
 """The one key of the dict that a model entry builds; merging tells its own build by it."""
@@ -235,9 +235,9 @@ def _loose(value: Any) -> list[Problem]:
     if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
         return []
     if isinstance(value, ShardedObject):
-        key, inside = value.key, _inside(value.data)
+        key, inside = value.key, pickled_parts(value.data)
     else:
-        key, inside = "(state dict)", _inside(value)
+        key, inside = "(state dict)", pickled_parts(value)
     remedy = "Map it with a ShardedTensor, in dicts and lists alone, or dequantize it."
     problems = []
     for item in inside:
@@ -248,21 +248,6 @@ def _loose(value: Any) -> list[Problem]:
             found = f"an entry inside a {type(value).__name__}"
             problems.append(Problem(item.key, found, "entries in dicts and lists alone", remedy))
     return problems
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """A value, and what plain containers and records of it hold, at any depth."""
-    yield value
-    if isinstance(value, dict):
-        members: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        members = value
-    elif isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, (type, ShardedBase))):
-        members = vars(value).values() if hasattr(value, "__dict__") else ()
-    else:
-        return
-    for member in members:
-        yield from _inside(member)
 
 
 def check_model(state_dict: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Problem]:

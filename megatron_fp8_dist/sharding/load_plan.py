@@ -335,7 +335,14 @@ def _source(leaf: Any, manifest: Manifest, wanted: Sequence[str], problems: list
     if entry.global_shape != expected and not leaf.allow_shape_mismatch:
         problems.append(Problem(key, f"global shape {list(entry.global_shape)} saved", f"{list(expected)}"))
         return None
-    return plan_source(key, entry, box, wanted)
+    source = plan_source(key, entry, box, wanted)
+    try:
+        for piece in source.pieces:
+            tuple(piece_regions(source, piece))
+    except ValueError as e:
+        problems.append(Problem(key, str(e), "a region whose cuts do not split a byte"))
+        return None
+    return source
 
 
 def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions, directory: str = "") -> None:

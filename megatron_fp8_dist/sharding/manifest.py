@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from .layout import (
 
 FORMAT = "megatron_fp8_dist"
 VERSION = 1
+MAX_MISSING_LAYERS = 10
+"""A mixed stack is reported with at most so many missing layers."""
 FILE_NAME = "fp8_manifest.json"
 
 
@@ -451,8 +454,9 @@ def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -
             problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
         problems += _check_chunks(key, entry, index)
     for key, stack in manifest.mixed.items():
-        names = [layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized]
-        problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in names if n not in index]
+        plain = (layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized)
+        missing = islice((name for name in plain if name not in index), MAX_MISSING_LAYERS)
+        problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in missing]
         if key in index:
             problems.append(
                 Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other")

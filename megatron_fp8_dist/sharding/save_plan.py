@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ from .expand import (
     values_of,
     walk,
 )
-from .layout import Fragment, component_key, grid_shape, phases, slot_count, uneven_key
-from .manifest import FragmentRecord, StackRef
+from .layout import Fragment, component_key, grid_shape, layer_key, phases, slot_count, uneven_key
+from .manifest import FragmentRecord, Manifest, StackRef
 
 StackInfo = dict[str, dict[int, tuple[Scheme, int]]]
 """Key -> layer (index on the first prepended axis; -1 without one) -> (scheme, number of layers)."""
@@ -264,6 +265,27 @@ def rehearse(expanded: Any) -> tuple[list[FragmentRecord], list[Problem]]:
             problems.append(Problem(value.key, str(e), "a parameter whose fragments can be cut exactly"))
     problems += [p for leaf in built for p in _bad_scales(leaf)]
     return fragment_records(main_components(built)), problems
+
+
+def plain_layers(expanded: Any) -> set[tuple[str, int]]:
+    """The high-precision layers of mixed stacks that this rank saves: (stacked key, layer)."""
+    return {
+        (leaf.key, _layer(leaf))
+        for value in values_of(expanded)
+        if isinstance(value, QuantizedFactory) and value.is_param and not tensors.is_quantized(value.param)
+        for leaf in leaves(skeleton(value.original))
+        if leaf.key in value.work.mixed and is_main_replica(leaf.replica_id)
+    }
+
+
+def missing_layers(manifest: Manifest, plain: AbstractSet[tuple[str, int]]) -> list[Problem]:
+    """The layers of mixed stacks that no rank saves."""
+    return [
+        Problem(layer_key(key, layer), "nothing on any rank", f"one of {stack.num_layers} layers")
+        for key, stack in manifest.mixed.items()
+        for layer in range(stack.num_layers)
+        if layer not in stack.quantized and (key, layer) not in plain
+    ]
 
 
 def main_components(found: Iterable[Any]) -> list[ComponentShard]:

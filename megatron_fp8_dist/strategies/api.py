@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
 from ..sharding.expand import QuantizedFactory, build_factories, values_of
 from ..sharding.layout import logical_key
+from ..sharding.pickling import check_picklable
 from .collective import agree, attempt, barrier, from_first, gather, is_agreed, rank
 from .expansion import LoadExpansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
@@ -204,7 +204,7 @@ def _checked_common_state(hook: Callable[[Any], Any] | None, common_state: Any) 
 
     def run() -> Any:
         out = common_state if hook is None else hook(common_state)
-        pickle.dumps(out)
+        check_picklable(out)
         return out
 
     return attempt(run)

@@ -19,7 +19,15 @@ from ..report import LoadReport, record
 from ..sharding.expand import check_entries, check_model, outside_autograd, unexpanded
 from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
 from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, check_against_index
-from ..sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
+from ..sharding.save_plan import (
+    check_replicas,
+    describe,
+    expand_for_save,
+    missing_layers,
+    mixed_stacks,
+    plain_layers,
+    rehearse,
+)
 from .collective import attempt, from_first, gather, gather_to_first, rank, refuse
 
 
@@ -101,17 +109,24 @@ def expand_save(state_dict: Any, options: SaveOptions, model: Any = None, group:
     infos = gather(attempt(local, group), group)
     mixed, conflicts = mixed_stacks(infos)
 
-    def expand() -> tuple[Any, list[FragmentRecord]]:
+    def expand() -> tuple[Any, list[FragmentRecord], set[tuple[str, int]]]:
         problems = [*conflicts, *check_replicas(state_dict, infos, rank(group))]
         refuse("the ranks' quantized parameters do not fit together", problems)
         expanded = expand_for_save(state_dict, mixed, options.directions)
         records, found = rehearse(expanded)
         refuse("the state dict cannot be saved exactly", found)
-        return expanded, records
+        return expanded, records, plain_layers(expanded)
 
-    expanded, records = attempt(lambda: outside_autograd(expand), group)
-    everywhere = gather_to_first(records, group)
-    attempt(lambda: build_manifest((r for part in everywhere for r in part), {}) if everywhere else None, group)
+    expanded, records, plain = attempt(lambda: outside_autograd(expand), group)
+    everywhere = gather_to_first((records, plain), group)
+
+    def check() -> None:
+        if everywhere is not None:
+            manifest = build_manifest((r for theirs, _ in everywhere for r in theirs), {})
+            layers = set[tuple[str, int]]().union(*(theirs for _, theirs in everywhere))
+            refuse("layers of a mixed stack are missing", missing_layers(manifest, layers))
+
+    attempt(check, group)
     return expanded
 
 
@@ -158,7 +173,12 @@ def expand_load(
         _check_local(state_dict, model)
         planned = plan_tasks(state_dict, manifest, backend.index(directory))
         regions = list(dict.fromkeys(r for task in planned.tasks.values() for r in task.scale_regions()))
-        finish_plan(planned, dict(zip(regions, backend.read(directory, regions), strict=True)), options, str(directory))
+        finish_plan(
+            planned,
+            dict(zip(regions, backend.read(directory, regions), strict=True)),
+            options,
+            str(directory.resolve()),
+        )
         missing = [] if absent_ok else planned.absent
         refuse("the checkpoint cannot be loaded into this model", [*planned.problems, *missing])
         return planned

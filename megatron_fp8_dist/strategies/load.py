@@ -37,7 +37,7 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
             TypeError: `inner` is no load strategy.
         """
         if inner is not None and not callable(getattr(inner, "load", None)):
-            raise TypeError(f"inner={inner!r}: a load strategy")
+            raise TypeError(f"{inner!r} is no load strategy")
         super().__init__()
         self.options = options or LoadOptions()
         self.inner = inner
@@ -92,7 +92,7 @@ def _check_leaves(sharded_state_dict: Any, directory: Path) -> None:
         if not isinstance(leaf, ShardedTensor):
             continue
         if isinstance(leaf, ComponentShard):
-            if leaf.planned_for != str(directory):
+            if leaf.planned_for != str(directory.resolve()):
                 found = f"an expansion for {leaf.planned_for or 'a save'}"
                 problems.append(Problem(leaf.key, found, f"one for {directory}", remedy))
             continue

@@ -14,7 +14,7 @@ from ..backends.directory import clear_commit, write_manifest
 from ..backends.torch_dist import TorchDistBackend
 from ..compat.host import HOST_VERSION, ShardedTensor, TorchDistSaveShardedStrategy, host_range, sharded_leaves
 from ..compat.probe import installed
-from ..errors import Problem
+from ..errors import FP8CheckpointError, Problem
 from ..options import SaveOptions
 from ..report import SaveReport, record
 from ..sharding.expand import ComponentShard
@@ -88,7 +88,7 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             raise ValueError(f"inner= goes with backend='torch_dist', not with {self.options.backend!r}")
         settings = getattr(inner, "base_strategy", inner)
         if settings is not None and not isinstance(settings, (TorchDistSaveShardedStrategy, _BackendStrategy)):
-            raise TypeError(f"inner={inner!r}: a TorchDistSaveShardedStrategy, or a FullyParallel wrapper around one")
+            raise TypeError(f"{inner!r} is no TorchDistSaveShardedStrategy, nor a FullyParallel wrapper around one")
         super().__init__("torch_dist", 1, thread_count=getattr(settings, "thread_count", 1))
         self.keep_only_main_replica = getattr(settings, "keep_only_main_replica", True)
         self.inner = inner
@@ -113,7 +113,8 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         Megatron writes `metadata.json`, the commit marker, after this returns.
 
         Raises:
-            PlanningError, ManifestError: nothing was written (1).
+            PlanningError, ManifestError: no tensor was written (1). Before 0.19 Megatron has written `common.pt`; an
+                older checkpoint in the directory is marked incomplete then.
             StorageError: the directory holds no complete checkpoint (2 to 4).
         """
         started, self.finished = time.perf_counter(), False
@@ -145,17 +146,23 @@ class FP8SaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _prepare(self, sharded_state_dict: Any, directory: Path) -> tuple[Manifest | None, int]:
         """Steps 1 and 2. Returns the manifest without digest (rank 0 alone) and the bytes of all ranks' components."""
-        attempt(lambda: _check_leaves(sharded_state_dict))
-        gathered = gather_to_first(attempt(lambda: _records(sharded_state_dict)))
 
         def build() -> Manifest | None:
             if gathered is None:
                 return None
             return build_manifest((r for records, _ in gathered for r in records), _writer_versions())
 
-        manifest = attempt(build)
-        written = host_range.COMMON_STATE_FIRST
-        attempt(lambda: clear_commit(directory, common_state=not written) if rank() == 0 else None)
+        common_state_written = host_range.COMMON_STATE_FIRST
+        try:
+            attempt(lambda: _check_leaves(sharded_state_dict))
+            gathered = gather_to_first(attempt(lambda: _records(sharded_state_dict)))
+            manifest = attempt(build)
+        except FP8CheckpointError:
+            if common_state_written and rank() == 0:
+                # Megatron has put new common state into the directory: an older checkpoint there is not whole any more.
+                clear_commit(directory, common_state=False)
+            raise
+        attempt(lambda: clear_commit(directory, common_state=not common_state_written) if rank() == 0 else None)
         return manifest, sum(size for _, size in gathered or ())
 
     def _finish(self, manifest: Manifest | None, directory: Path, size: int, started: float) -> None:

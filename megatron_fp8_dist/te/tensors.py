@@ -42,6 +42,12 @@ class _Float8:
     def refusal(self, tensor: Any) -> str | None:
         if tensor._data is None and (tensor._transpose is None or tensor._transpose_invalid):
             return "without valid codes: _data is None, and _transpose is None or marked invalid"
+        codes = tensor._data if tensor._data is not None else tensor._transpose
+        if codes.dtype != torch.uint8 or codes.numel() != tensor.numel():
+            return f"with codes of {codes.dtype} {tuple(codes.shape)}"
+        scale = tensor._scale_inv
+        if scale is None or scale.dtype != torch.float32 or scale.numel() != 1:
+            return f"with scale_inv {scale!r}"
         return None
 
     def scheme(self, tensor: Any) -> Scheme:
@@ -171,7 +177,8 @@ def restore(destination: torch.Tensor, source: BlockScaledTensor) -> None:
     Raises:
         ValueError: scheme, shape or directions differ; nothing was written.
     """
-    with torch.no_grad():
+    # What was made in inference mode can be written in it alone.
+    with torch.no_grad(), torch.inference_mode(destination.is_inference()):
         if isinstance(destination, BlockScaledTensor):
             destination.write_(source)
             return
