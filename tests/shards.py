@@ -8,8 +8,9 @@ import torch
 
 from megatron_fp8_dist.quantized import numerics
 from megatron_fp8_dist.quantized.grid import Grid
+from megatron_fp8_dist.quantized.numerics import Direction
 from megatron_fp8_dist.quantized.scheme import Scheme
-from megatron_fp8_dist.quantized.tensor import BlockScaledTensor, Direction
+from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from tests import toyschemes
 from tests.elementwise import scaled
 from tests.fakemodel import E4M3

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_fp8_dist.quantized.numerics import Direction
 from megatron_fp8_dist.quantized.scheme import Scheme
-from megatron_fp8_dist.quantized.tensor import BlockScaledTensor, Direction, assemble, join
+from megatron_fp8_dist.quantized.tensor import BlockScaledTensor, assemble, join
 from tests import toyschemes
 from tests.elementwise import (
     Elements,

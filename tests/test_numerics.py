@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_fp8_dist.quantized import numerics
+from megatron_fp8_dist.quantized import elements, numerics
 from megatron_fp8_dist.quantized.grid import Grid
 from megatron_fp8_dist.quantized.numerics import Direction
 from megatron_fp8_dist.quantized.scheme import Scheme
@@ -41,7 +41,7 @@ per_element_format = pytest.mark.parametrize("element", ELEMENTS)
 
 
 def encode(values: NDArray[np.float32], element: str) -> NDArray[np.uint8]:
-    return numerics.encode(torch.from_numpy(values), element).numpy()
+    return elements.encode(torch.from_numpy(values), element).numpy()
 
 
 def edges_of(*sizes: int) -> Edges:
@@ -51,7 +51,7 @@ def edges_of(*sizes: int) -> Edges:
 
 @per_element_format
 def test_every_code_has_the_value_of_its_definition(element: str) -> None:
-    decoded = numerics.decode(torch.from_numpy(ALL_CODES), element).numpy()
+    decoded = elements.decode(torch.from_numpy(ALL_CODES), element).numpy()
     expected = float8.FORMATS[element].table.astype(np.float32)
     nan = np.isnan(expected)
     np.testing.assert_array_equal(np.isnan(decoded), nan)
@@ -64,15 +64,15 @@ def test_every_finite_code_round_trips(element: str, count: int) -> None:
     finite = ALL_CODES[np.isfinite(float8.FORMATS[element].table)]
     assert len(finite) == count
     assert 0x80 in finite
-    decoded = numerics.decode(torch.from_numpy(finite), element)
-    np.testing.assert_array_equal(numerics.encode(decoded, element).numpy(), finite)
+    decoded = elements.decode(torch.from_numpy(finite), element)
+    np.testing.assert_array_equal(elements.encode(decoded, element).numpy(), finite)
 
 
 @per_element_format
 def test_nan_stays_nan(element: str) -> None:
     table = float8.FORMATS[element].table
     codes = ALL_CODES[np.isnan(table)]
-    again = numerics.encode(numerics.decode(torch.from_numpy(codes), element), element).numpy()
+    again = elements.encode(elements.decode(torch.from_numpy(codes), element), element).numpy()
     assert np.isnan(table[again]).all()
 
 

@@ -66,9 +66,7 @@ def encode(values: torch.Tensor, element: str) -> torch.Tensor:
 
 
 def encode_non_finite(values: torch.Tensor, element: str) -> torch.Tensor:
-    """Codes of NaN and infinity as they are, where the format has them (E4M3 has NaN for both, E2M1 neither)."""
-    if element == E2M1:
+    """As `encode`, but infinity stays infinity where the format has it (E5M2): for values that were codes before."""
+    if element != "E5M2":
         return encode(values, element)
-    if element == "E4M3":
-        values = torch.where(values.isinf(), torch.full_like(values, float("nan")), values)
     return values.to(ELEMENT_DTYPES[element]).view(torch.uint8)
