@@ -44,7 +44,8 @@ def encode(values: Floats, element: str) -> Bytes:
     # Of two codes at one distance the even one: it is looked at first.
     order = np.array([0, 2, 4, 6, 1, 3, 5, 7])
     code = order[np.argmin(distance[..., order], axis=-1)]
-    return (code + np.where(np.signbit(values), 8, 0)).astype(np.uint8)
+    out: Bytes = (code + np.where(np.signbit(values), 8, 0)).astype(np.uint8)
+    return out
 
 
 def decode(codes: Bytes, element: str) -> Floats:
@@ -57,7 +58,8 @@ def spacing(codes: Bytes, element: str) -> NDArray[np.float64]:
     """Distance between neighbouring values in the binade of each code."""
     if element != "E2M1":
         return float8.FORMATS[element].spacing(codes)
-    return np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[codes & 7]
+    out: NDArray[np.float64] = np.array([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])[codes & 7]
+    return out
 
 
 def pack(codes: Bytes, axis: int) -> Bytes:
@@ -160,6 +162,8 @@ def rule(name: str, element: str, *, power_of_two: bool = True, limit: float = n
     family, _, square = name.partition("_")
     side = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}[family]
     blocks = {"rowwise": (side, side)} if square == "2d" else {"rowwise": (1, side), "columnwise": (side, 1)}
+    if square == "row_scaled":
+        del blocks["columnwise"]
     if family == "blockwise":
         cap = np.float32(min(limit, float(FLOAT32_MAX)))
         scale = partial(float32_scale, element=element, power_of_two=power_of_two, limit=cap)

@@ -175,7 +175,8 @@ class Places:
 
     def codes(self) -> NDArray[np.uint8]:
         """One code per element."""
-        return (self._buffer(f"_{self.direction}_data")[self.code_at] >> self.shift & self.mask).astype(np.uint8)
+        data: NDArray[Any] = self._buffer(f"_{self.direction}_data")[self.code_at] >> self.shift & self.mask
+        return data.astype(np.uint8)
 
     def scales(self) -> NDArray[Any]:
         """One scale per element, as its buffer has it."""

@@ -219,6 +219,13 @@ def test_a_damaged_checkpoint(checkpoint: Path, case: Case) -> None:
     assert case.text in str(error)
 
 
+def test_another_backend_is_named(checkpoint: Path) -> None:
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    model = blank()
+    error = refused_load(model, model.sharded_state_dict(), checkpoint, ManifestError)
+    assert [(p.key, p.found) for p in error.problems] == [("metadata.json", "backend 'zarr'")]
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "null", "7", '"torch_dist"', "{", ""])
 def test_a_commit_marker_that_is_none(checkpoint: Path, text: str) -> None:
     (checkpoint / "metadata.json").write_text(text)

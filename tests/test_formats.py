@@ -67,8 +67,10 @@ def check(values: torch.Tensor, scheme: Scheme) -> None:
         old = formats.dequantize(expected, how, direction)
         for dtype in (torch.float32, torch.bfloat16):
             # Every NaN is as good as another.
-            pair = [v.nan_to_num(nan=-12345.0) for v in (alone.dequantize(dtype), torch.from_numpy(old).to(dtype))]
-            np.testing.assert_array_equal(*map(raw, pair))
+            found_values, old_values = (
+                raw(v.nan_to_num(nan=-12345.0)) for v in (alone.dequantize(dtype), torch.from_numpy(old).to(dtype))
+            )
+            np.testing.assert_array_equal(found_values, old_values)
 
 
 def random_values(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from megatron_fp8_dist.sharding.layout import Box, logical_key
-from megatron_fp8_dist.sharding.manifest import Manifest, StoredTensor, check_against_index, metadata_digest
+from megatron_fp8_dist.sharding.manifest import (
+    MAX_MISSING_LAYERS,
+    Manifest,
+    StoredTensor,
+    check_against_index,
+    metadata_digest,
+)
 from tests.manifests import SCALE, manifest
 
 pytest_plugins = ["tests.pure"]
@@ -118,6 +124,13 @@ def test_all_mismatches_at_once() -> None:
 def test_components_that_no_manifest_knows() -> None:
     problems = check_against_index(Manifest(tensors={}), index_of(manifest()))
     assert {p.key for p in problems} == {key for key in index_of(manifest()) if logical_key(key) is not None}
+
+
+def test_layers_beyond_all_memory() -> None:
+    described, index = matched()
+    stacks = {"mixed": replace(described.mixed["mixed"], num_layers=10**12)}
+    keys = [p.key for p in check_against_index(replace(described, mixed=stacks), index)]
+    assert keys == [f"mixed.layer_{layer}" for layer in range(3, 3 + MAX_MISSING_LAYERS)]
 
 
 def test_digest_does_not_depend_on_order() -> None:

@@ -134,20 +134,6 @@ def test_a_tensor_that_has_only_its_transpose(tmp_path: Path) -> None:
     assert toy_model.raw(transposed._scale_inv) == toy_model.raw(torch.tensor([SCALE]))
 
 
-@pytest.mark.parametrize("direction", ["save", "load"])
-@pytest.mark.parametrize("transpose", ["stale", "absent"])
-def test_a_tensor_without_valid_codes_is_refused(tmp_path: Path, direction: str, transpose: str) -> None:
-    save(entries(float8()), tmp_path)
-    parameter = blank(rowwise=False)
-    if transpose == "stale":
-        parameter._transpose_invalid = True
-    else:
-        parameter._transpose = None
-    checkpoint_dir = tmp_path if direction == "load" else None
-    with pytest.raises(PlanningError, match=rf"{KEY}: found a Float8Tensor without valid codes"):
-        expand_quantized(entries(parameter), checkpoint_dir=checkpoint_dir)
-
-
 @pytest.mark.usefixtures("no_conversion")
 @pytest.mark.parametrize(("writer", "reader"), [("float8", "block_scaled"), ("block_scaled", "float8")])
 def test_checkpoints_of_both_kinds_of_tensor_are_the_same(tmp_path: Path, writer: str, reader: str) -> None:
