@@ -134,6 +134,32 @@ def test_a_tensor_that_has_only_its_transpose(tmp_path: Path) -> None:
     assert toy_model.raw(transposed._scale_inv) == toy_model.raw(torch.tensor([SCALE]))
 
 
+SPOILED: dict[str, tuple[dict[str, Any], str]] = {
+    "stale transpose": ({"_data": None, "_transpose_invalid": True}, "without valid codes"),
+    "no codes at all": ({"_data": None, "_transpose": None}, "without valid codes"),
+    "codes of another dtype": ({"_data": torch.zeros(8, 32)}, "with codes of torch.float32"),
+    "codes of another shape": ({"_data": torch.zeros(4, 32, dtype=torch.uint8)}, ""),
+    "no scale": ({"_scale_inv": None}, "with scale_inv None"),
+    "many scales": ({"_scale_inv": torch.ones(3)}, "with scale_inv"),
+    "scale of another dtype": ({"_scale_inv": torch.ones(1, dtype=torch.float64)}, "with scale_inv"),
+}
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+@pytest.mark.parametrize(("buffers", "found"), SPOILED.values(), ids=SPOILED.keys())
+def test_a_tensor_whose_buffers_do_not_hold_it_is_refused(
+    tmp_path: Path, direction: str, buffers: dict[str, Any], found: str
+) -> None:
+    save(entries(float8()), tmp_path)
+    parameter = blank(transpose=True)
+    entry = entries(parameter)
+    for name, value in buffers.items():
+        setattr(parameter, name, value)
+    checkpoint_dir = tmp_path if direction == "load" else None
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*{found}"):
+        expand_quantized(entry, checkpoint_dir=checkpoint_dir)
+
+
 @pytest.mark.usefixtures("no_conversion")
 @pytest.mark.parametrize(("writer", "reader"), [("float8", "block_scaled"), ("block_scaled", "float8")])
 def test_checkpoints_of_both_kinds_of_tensor_are_the_same(tmp_path: Path, writer: str, reader: str) -> None:
