@@ -244,3 +244,18 @@ def test_invalid_e4m3_scales() -> None:
     finite = formats.decode(codes.numpy(), "E4M3")
     bad = ~np.isfinite(finite) | np.signbit(finite)
     np.testing.assert_array_equal(numerics.invalid_scales(codes, "E4M3").numpy(), bad)
+
+
+def test_scales_chosen_by_the_same_rule_are_kept_whatever_they_are() -> None:
+    # A TE tensor without its quantizer does not say whether its scales are powers of two.
+    rule = Scheme("blockwise_2d", "E4M3")
+    components = {
+        "rowwise_data": torch.arange(256, dtype=torch.uint8).view(128, 2),
+        "rowwise_scale_inv": torch.tensor([[0.3]]),
+    }
+    tensor = BlockScaledTensor.from_components(rule, components)
+    kept, count = tensor.conform(rule)
+    assert count == 0
+    assert torch.equal(kept.components()["rowwise_scale_inv"], components["rowwise_scale_inv"])
+    plain = BlockScaledTensor.from_components(Scheme.of("blockwise_2d", "E4M3", power_of_two=0), components)
+    assert plain.conform(rule)[1] == 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import nn
 
 from megatron_fp8_dist import BlockScaledTensor, LoadOptions, SaveOptions, last_report, load, read_manifest, save
@@ -363,3 +364,75 @@ def test_row_scaled_nvfp4_with_a_columnwise_side_is_refused(tmp_path: Path) -> N
     # Its columnwise side is an independent quantization, which the scheme does not store.
     with pytest.raises(PlanningError, match=rf"{KEY}: found .*columnwise"):
         save(entries(row_scaled(1, columnwise=True)), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.name in ("mxfp8_2d", "nvfp4_2d")], ids=str)
+def test_scales_that_differ_inside_a_tile_are_refused(tmp_path: Path, kind: Kind) -> None:
+    tensor = random_tensor(kind, 1)
+    tensor._rowwise_scale_inv[1, 0] ^= 1
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*differ inside a tile"):
+        save(entries(tensor), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Cuts
+
+
+def same_amax(*parameters: Any) -> None:
+    """Give parts of one NVFP4 weight one amax, as ranks that reduce it have."""
+    for parameter in parameters:
+        for name in ("_amax_rowwise", "_amax_columnwise"):
+            getattr(parameter, name).fill_(0.75)
+
+
+@each_kind
+@pytest.mark.usefixtures("no_conversion")
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.parametrize("axis", [0, 1])
+def test_shards_on_block_edges_merge_exactly(tmp_path: Path, kind: Kind, axis: int) -> None:
+    parts = [random_tensor(kind, seed, shape=(128, 128)) for seed in (1, 2)]
+    whole = random_tensor(kind, 3, shape=(256, 128) if axis == 0 else (128, 256))
+    if kind.packed:
+        same_amax(*parts)
+    save({str(i): ShardedTensor.from_rank_offsets(KEY, p, (axis, i, 2)) for i, p in enumerate(parts)}, tmp_path)
+    load(entries(whole), tmp_path, options=LoadOptions(strict_bitwise=True))
+    for direction in DIRECTIONS:
+        found, expected = Places(whole, kind, direction), [Places(p, kind, direction) for p in parts]
+        np.testing.assert_array_equal(found.codes(), np.concatenate([e.codes() for e in expected], axis))
+        np.testing.assert_array_equal(found.scales(), np.concatenate([e.scales() for e in expected], axis))
+        assert not found.pads().any()
+        if kind.packed:
+            assert getattr(whole, f"_amax_{direction}").tolist() == [0.75]
+
+
+@each_kind
+@pytest.mark.usefixtures("no_conversion")
+def test_swiglu_halves_that_start_inside_a_block(tmp_path: Path, kind: Kind) -> None:
+    # 80 rows are no multiple of 128 or 32, nor are 75.
+    source, destination = random_tensor(kind, 1), random_tensor(kind, 2)
+
+    def halves(parameter: Any) -> dict[str, Any]:
+        return {"weight": apply_swiglu_sharded_factory(ShardedTensor.from_rank_offsets(KEY, parameter), ())}
+
+    save(halves(source), tmp_path)
+    load(halves(destination), tmp_path, options=LoadOptions(strict_bitwise=True))
+    check_same(destination, source, kind, DIRECTIONS)
+
+
+@each_kind
+def test_a_direction_without_its_scales_is_refused(tmp_path: Path, kind: Kind) -> None:
+    tensor = random_tensor(kind, 1)
+    tensor._rowwise_scale_inv = None
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*without _rowwise_scale_inv"):
+        save(entries(tensor), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hadamard_transformed_columns_are_refused(tmp_path: Path) -> None:
+    # Their codes are not those of the weight's values: what is made of them elsewhere would be wrong.
+    kind = next(k for k in KINDS if k.name == "nvfp4")
+    tensor = random_tensor(kind, 1)
+    tensor._quantizer.with_rht = True
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*with_rht"):
+        save(entries(tensor), tmp_path)
+    assert list(tmp_path.iterdir()) == []

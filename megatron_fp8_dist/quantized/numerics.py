@@ -321,12 +321,12 @@ class _Kept:
 
 
 def _keep(
-    source: Direction | None,
-    spec: DirectionSpec,
-    scheme: Scheme,
-    shape: tuple[int, ...],
+    source: Direction | None, spec: DirectionSpec, scheme: Scheme, shape: tuple[int, ...], plain_scales_ok: bool
 ) -> _Kept:
-    """Compare a source's grids with a destination's; without a source (None) nothing is kept."""
+    """Compare a source's grids with a destination's; without a source (None) nothing is kept.
+
+    Without `plain_scales_ok` a scale that is no power of two is not kept where the scheme wants powers of two.
+    """
     edges = destination_edges(scheme, spec.scale, shape)
     sizes = [len(e) - 1 for e in edges]
     if source is None:
@@ -337,7 +337,7 @@ def _keep(
         amax = torch.zeros([len(e) - 1 for e in destination_edges(scheme, spec.amax, shape)])
         return _Kept(unequal, blank, torch.ones_like(amax, dtype=torch.bool), amax)
     unequal, values = unequal_blocks(source.scale, edges, spec.scale.scale_format)
-    if scheme.flag("power_of_two"):
+    if scheme.flag("power_of_two") and not plain_scales_ok:
         unequal = unequal | (_bits(values) & _MANTISSA_BITS != 0)
     if spec.amax is None or source.amax is None:
         return _Kept(unequal, values, None, None)
@@ -371,7 +371,9 @@ def requantize(
         (direction, number of blocks that were quantized again). Where the number is 0, the codes are those of `exact`
         and no value was decoded.
     """
-    kept = _keep(exact, spec, scheme, shape)
+    # The rule says how scales are chosen: what was chosen by the same rule is kept whatever it is.
+    plain_scales_ok = bool(values[2].flag("power_of_two"))
+    kept = _keep(exact, spec, scheme, shape, plain_scales_ok)
     edges = destination_edges(scheme, spec.scale, shape)
     amax_edges = destination_edges(scheme, spec.amax, shape) if spec.amax else None
     count = int(kept.unequal.sum())

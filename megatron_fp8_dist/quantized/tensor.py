@@ -26,10 +26,11 @@ class BlockScaledTensor(torch.Tensor):
     """A quantized tensor as codes, scales and block edges.
 
     Exact, as views or copies of bytes: narrow, slice, select, chunk, split, unbind, cat, detach, clone, moves between
-    devices, and views that add or drop axes of size 1. None of them ever quantizes. In-place writes of high-precision
-    values (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of the scheme; on a part of a tensor
-    (a slice, a row) they raise. Every other operation works on the dequantized values and gives plain tensors that
-    share no memory with this one, also where it is a view for other tensors (`t`, `permute`, `expand`, ...).
+    devices, and views that add or drop axes of size 1 (packed codes keep their axes). None of them ever quantizes.
+    In-place writes of high-precision values (`copy_`, `add_`, `zero_`, ...) requantize in place with the scale rule of
+    the scheme; on a part of a tensor (a slice, a row) they raise. Every other operation works on the dequantized values
+    and gives plain tensors that share no memory with this one, also where it is a view for other tensors (`t`,
+    `permute`, `expand`, ...).
     """
 
     scheme: Scheme

@@ -49,6 +49,8 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *host_args: Any) -> Any:
         """Read the leaves. Collective: a read error on one rank is raised on all.
 
+        Before Megatron-core 0.19, where DCP reads collectively, an error outside of DCP's own steps is not.
+
         Raises:
             PlanningError: the state dict was not expanded; nothing was read.
             StorageError: a read failed; no parameter was changed.
@@ -57,7 +59,8 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
         # Always, plan or not: a rank that failed in Megatron's own checks meets the others here, before they read.
         attempt(lambda: None if self.plan else _check_leaves(sharded_state_dict, directory))
         newest = last_report()
-        self.report = newest if isinstance(newest, LoadReport) else None
+        of_this = isinstance(newest, LoadReport) and Path(newest.checkpoint_dir).resolve() == directory.resolve()
+        self.report = newest if isinstance(newest, LoadReport) and of_this else None
         reader = super().load if self.inner is None else self.inner.load
         return attempt(lambda: reader(sharded_state_dict, directory, *host_args))
 

@@ -39,7 +39,15 @@ class BlockAdapter:
         """Why a tensor cannot be saved or restored exactly, or None."""
         if all(getattr(tensor, f"_{name}_data") is None for name in DIRECTIONS):
             return "without codes"
+        for name in DIRECTIONS:
+            missing = [buffer for buffer in self.buffers(name) if getattr(tensor, buffer) is None]
+            if self._has(tensor, name) and missing:
+                return f"without {', '.join(missing)}"
         return f"of {tensor.dim()} axes" if tensor.dim() != 2 else None
+
+    def buffers(self, name: str) -> list[str]:
+        """Attributes that go with the codes of direction `name`."""
+        return [f"_{name}_scale_inv"]
 
     def blocks(self, tensor: Any, name: str) -> Blocks:
         """Elements per entry of the class's own scale array of direction `name`; may be finer than the scheme's."""
@@ -232,6 +240,8 @@ class NVFP4(BlockAdapter):
         """See `BlockAdapter.refusal`."""
         if _flag(tensor, "_row_scaled_nvfp4") and tensor._columnwise_data is not None:
             return "row-scaled and with a columnwise direction, which does not follow from the rowwise one"
+        if _quantizer_flag(tensor, "with_rht") and tensor._columnwise_data is not None:
+            return "with a columnwise direction of Hadamard-transformed values (with_rht)"
         return _swizzled(tensor) or super().refusal(tensor)
 
     def blocks(self, tensor: Any, name: str) -> Blocks:
@@ -243,6 +253,10 @@ class NVFP4(BlockAdapter):
         buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
         rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
         return (buffer.t() if name == "columnwise" else buffer)[:rows, :columns].view(torch.uint8)
+
+    def buffers(self, name: str) -> list[str]:
+        """See `BlockAdapter.buffers`."""
+        return [f"_{name}_scale_inv", f"_amax_{name}"]
 
     def amax(self, tensor: Any, name: str) -> torch.Tensor | None:
         """See `BlockAdapter.amax`."""
