@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor, serialization
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from megatron_fp8_dist import load, save
+from megatron_fp8_dist import FP8SaveShardedStrategy, load, save
 from megatron_fp8_dist.compat.host import HOST_VERSION
 from megatron_fp8_dist.errors import FP8CheckpointError
 from megatron_fp8_dist.te import tensors
@@ -86,12 +86,19 @@ def dequantizing_factory(directory: Path) -> None:
     save(entries, directory)
 
 
-def duplicate_main_replicas(directory: Path) -> None:
+def duplicate_main_replicas(directory: Path, strategy: FP8SaveShardedStrategy | None = None) -> None:
     """Every rank says that it holds the main replica; Megatron notices on rank 0 alone."""
     entries = toy().sharded_state_dict()
     for layer in range(toy_model.NUM_LAYERS):
         entries[f"layers.{layer}.norm"].replica_id = 0
-    save(entries, directory)
+    save(entries, directory, strategy)
+
+
+def second_save_of_a_strategy(directory: Path) -> None:
+    """The same, with the strategy of an earlier save that came to its end."""
+    strategy = FP8SaveShardedStrategy()
+    save(toy().sharded_state_dict(), directory, strategy)
+    duplicate_main_replicas(directory, strategy)
 
 
 def duplicate_readers(directory: Path) -> None:
@@ -276,6 +283,7 @@ CASES = [
     Case(loose_tensor, "PlanningError", "outside of any sharded entry", (CULPRIT,)),
     Case(dequantizing_factory, "PlanningError", "from the entry's factory", (CULPRIT,)),
     Case(duplicate_main_replicas, "CheckpointingException", "Invalid access pattern", (0,)),
+    Case(second_save_of_a_strategy, "CheckpointingException", "Invalid access pattern", (0,)),
     Case(duplicate_readers, "CheckpointingException", "Invalid access pattern", (0,)),
     Case(unexpected_key, "CheckpointingException", "student.extra", (CULPRIT,)),
     Case(missing_key, "FP8CheckpointError", "student.extra", (CULPRIT,)),

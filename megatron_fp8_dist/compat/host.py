@@ -20,7 +20,6 @@ from megatron.core import dist_checkpointing  # noqa: E402 - after the version c
 from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
@@ -28,10 +27,6 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
-)
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag  # noqa: E402
 
 from . import mcore_0_16, mcore_0_19  # noqa: E402
@@ -50,9 +45,6 @@ __all__ = [
     "HOST_VERSION",
     "CheckpointException",
     "CheckpointingException",
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "LocalNonpersistentObject",
     "ShardedBase",
     "ShardedObject",
     "ShardedTensor",

@@ -175,8 +175,11 @@ class LoadTask:
             return loaded
         pieces = []
         for j, piece in enumerate(source.pieces):
-            components = loaded[str(j)] if self.pull is None else self._pulled(source, piece, self.pull)
-            self._check_scales(source, piece, components)
+            if self.pull is None:
+                components = loaded[str(j)]
+                self._check_scales(source, piece, components)
+            else:
+                components = self._pulled(source, piece, self.pull)
             pieces.append(read_piece(source, piece, components))
         device = pieces[0].device if pieces else torch.device("cpu")
         return read_source(source, pieces, device)

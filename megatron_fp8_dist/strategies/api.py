@@ -60,6 +60,8 @@ def save(
         FP8CheckpointError: on all ranks alike. A PlanningError leaves the directory as it was.
     """
     strategy: FP8SaveShardedStrategy = _strategy(FP8SaveShardedStrategy, sharded_strategy, options)
+    # One strategy may serve every save of a job: this one has not come to its end yet.
+    strategy.finished = False
     directory = Path(checkpoint_dir)
     attempt(lambda: check_directory(directory))
     expanded = expand_save(sharded_state_dict, strategy.options)
