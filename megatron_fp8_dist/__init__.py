@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .strategies.expansion import expand_quantized
     from .strategies.load import FP8LoadShardedStrategy
     from .strategies.save import FP8SaveShardedStrategy
+    from .te.exact_ops import exact_ops
 
 _HOMES = {
     "BlockScaledTensor": "quantized.tensor",
@@ -28,6 +29,7 @@ _HOMES = {
     "LoadOptions": "options",
     "SaveOptions": "options",
     "Scheme": "quantized.scheme",
+    "exact_ops": "te.exact_ops",
     "expand_quantized": "strategies.expansion",
     "last_report": "report",
     "load": "strategies.api",
@@ -44,6 +46,7 @@ __all__ = [
     "LoadOptions",
     "SaveOptions",
     "Scheme",
+    "exact_ops",
     "expand_quantized",
     "last_report",
     "load",

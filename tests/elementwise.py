@@ -25,7 +25,8 @@ Blocks: TypeAlias = tuple[int | None, ...]
 
 def raw(tensor: torch.Tensor) -> Bytes:
     """The bytes of a plain tensor, element after element in its last axis."""
-    plain = tensor.detach().contiguous()
+    # A copy, because what is contiguous already can have any stride along an axis of size 1.
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
     return plain.reshape(*plain.shape, 1).view(torch.uint8).numpy() if plain.numel() else np.zeros(0, np.uint8)
 
 

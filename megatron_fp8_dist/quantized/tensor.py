@@ -37,6 +37,8 @@ class BlockScaledTensor(torch.Tensor):
     directions: dict[str, Direction]
     origin: tuple[int, ...]
     is_cut: bool
+    part_of: torch.Tensor | None
+    """The parameter whose buffers these are, for what `exact_ops` cuts from it."""
 
     def __new__(
         cls,
@@ -47,6 +49,7 @@ class BlockScaledTensor(torch.Tensor):
         origin: Sequence[int] | None = None,
         requires_grad: bool = False,
         is_cut: bool = False,
+        part_of: torch.Tensor | None = None,
     ) -> Self:
         """Wrap directions, without a copy.
 
@@ -57,6 +60,7 @@ class BlockScaledTensor(torch.Tensor):
             origin: index of the first element within its quantized shard, per axis; zeros by default.
             requires_grad: as for any tensor.
             is_cut: whether it is a part of another tensor, so that its blocks are not its own to rescale.
+            part_of: the parameter that it is the region of that begins at `origin`, if it remembers one.
         """
         spec = next(s for s in scheme.directions if s.name in directions)
         codes = directions[spec.name].codes
@@ -73,6 +77,7 @@ class BlockScaledTensor(torch.Tensor):
         out.directions = dict(directions)
         out.origin = tuple(origin) if origin is not None else (0,) * codes.dim()
         out.is_cut = is_cut
+        out.part_of = part_of
         return out
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own idiom
@@ -200,9 +205,18 @@ class BlockScaledTensor(torch.Tensor):
         if self.is_cut:
             raise ValueError(f"{self!r} is a part of another quantized tensor; write the whole one")
 
-    def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
+    def _alias(self) -> BlockScaledTensor:
+        return self._with({n: d.map(torch.Tensor.detach) for n, d in self.directions.items()})
+
+    def _copied(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
+        """All tensors through `fn`, which copies: the result owns its blocks."""
         directions = {n: d.map(fn) for n, d in self.directions.items()}
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin, is_cut=self.is_cut)
+        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin)
+
+    def _with(self, directions: Mapping[str, Direction], **changed: Any) -> BlockScaledTensor:
+        """A tensor that is like this one but for `directions` and what is named."""
+        kept: dict[str, Any] = {"origin": self.origin, "is_cut": self.is_cut, "part_of": self.part_of}
+        return BlockScaledTensor(self.scheme, directions, self.dtype, **(kept | changed))
 
     def _narrow(self, axis: int, start: int, length: int) -> BlockScaledTensor:
         directions = {}
@@ -217,8 +231,7 @@ class BlockScaledTensor(torch.Tensor):
             self.origin[axis] + start,
             *self.origin[axis + 1 :],
         )
-        is_cut = self.is_cut or length != self.shape[axis]
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=is_cut)
+        return self._with(directions, origin=origin, is_cut=self.is_cut or length != self.shape[axis])
 
     def _every(self, axis: int, step: int) -> Any:
         """Every `step`-th element of `axis`, a part of this tensor; not for codes that are packed on it."""
@@ -229,7 +242,7 @@ class BlockScaledTensor(torch.Tensor):
             name: Direction(d.codes[take], *(g.every(axis, step) for g in d.grids))
             for name, d in self.directions.items()
         }
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin, is_cut=True)
+        return self._with(directions, is_cut=True, part_of=None)
 
     def _view(self, shape: Sequence[int]) -> BlockScaledTensor | None:
         logical = _view_shape(self.shape, shape)
@@ -244,7 +257,7 @@ class BlockScaledTensor(torch.Tensor):
             directions[spec.name] = Direction(codes, *(g for g in grids if g is not None))
         wide = iter([o for o, s in zip(self.origin, self.shape, strict=True) if s != 1])
         origin = tuple(next(wide, 0) if s != 1 else 0 for s in logical)
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=origin, is_cut=self.is_cut)
+        return self._with(directions, origin=origin, part_of=self.part_of if logical == self.shape else None)
 
     @property
     def data(self) -> BlockScaledTensor:
@@ -261,7 +274,7 @@ class BlockScaledTensor(torch.Tensor):
             value = BlockScaledTensor.quantize(value, self.scheme)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.scheme, self.directions = value.scheme, value.directions
-        self.origin, self.is_cut = value.origin, value.is_cut
+        self.origin, self.is_cut, self.part_of = value.origin, value.is_cut, value.part_of
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """One line: shape, scheme, nominal dtype."""
@@ -273,7 +286,7 @@ class BlockScaledTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
         """A real copy, which owns its blocks."""
         own: BlockScaledTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        own.is_cut = False
+        own.is_cut, own.part_of = False, None
         return own
 
     @classmethod
@@ -344,7 +357,23 @@ def join(tensors: Sequence[BlockScaledTensor], axis: int) -> BlockScaledTensor:
         parts = [t.directions[spec.name] for t in tensors]
         grids = [cat([p.grids[i] for p in parts], axis) for i in range(len(direction.grids))]
         directions[spec.name] = Direction(torch.cat([p.codes for p in parts], axis), *grids)
-    return BlockScaledTensor(first.scheme, directions, first.dtype, origin=first.origin)
+    # What was put together from parts of a parameter is not that parameter: writing it would change nothing there.
+    is_cut = any(t.part_of is not None for t in tensors)
+    return BlockScaledTensor(first.scheme, directions, first.dtype, origin=first.origin, is_cut=is_cut)
+
+
+def _rejoined(tensors: Sequence[BlockScaledTensor], axis: int) -> torch.Tensor | None:
+    """The parameter that `tensors` are all of, cut along `axis` and in order, or None."""
+    whole = tensors[0].part_of
+    if whole is None or any(t.part_of is not whole for t in tensors):
+        return None
+    starts = np.cumsum([0, *(t.shape[axis] for t in tensors)])
+    in_place = all(
+        t.origin == tuple(int(start) if a == axis else 0 for a in range(t.dim()))
+        for t, start in zip(tensors, starts[:-1], strict=True)
+    )
+    joined = (*tensors[0].shape[:axis], int(starts[-1]), *tensors[0].shape[axis + 1 :])
+    return whole if in_place and joined == tuple(whole.shape) else None
 
 
 def assemble(
@@ -434,7 +463,10 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     scaled = [t for t in tensors if isinstance(t, BlockScaledTensor)]
     if len(scaled) != len(tensors) or len({(t.scheme, *t.directions) for t in scaled}) != 1:
         return NotImplemented
-    return join(scaled, _axis(scaled[0], dim))
+    axis = _axis(scaled[0], dim)
+    whole = _rejoined(scaled, axis)
+    # The parameter under an alias, not a copy: Transformer Engine's tensors can be copied onto their like alone.
+    return join(scaled, axis) if whole is None else whole.detach()
 
 
 def _view(t: BlockScaledTensor, shape: Sequence[int]) -> Any:
@@ -454,18 +486,14 @@ def _squeeze(t: BlockScaledTensor, dim: int | Sequence[int] | None = None) -> An
 
 
 def _clone(t: BlockScaledTensor, *, memory_format: torch.memory_format | None = None) -> BlockScaledTensor:
-    own = t._map(torch.clone) if memory_format is None else t._map(lambda x: x.clone(memory_format=memory_format))
-    own.is_cut = False
-    return own
+    return t._copied(torch.clone if memory_format is None else lambda x: x.clone(memory_format=memory_format))
 
 
 def _to_copy(t: BlockScaledTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if dtype is not None and dtype != t.dtype:
         return aten._to_copy.default(t.dequantize(dtype), **kwargs)
     target = {k: v for k, v in kwargs.items() if k in ("device", "non_blocking")}
-    own = t._map(lambda x: aten._to_copy.default(x, **target))
-    own.is_cut = False
-    return own
+    return t._copied(lambda x: aten._to_copy.default(x, **target))
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -483,8 +511,8 @@ def _copy(destination: torch.Tensor, source: torch.Tensor, non_blocking: bool = 
 
 
 _EXACT: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: lambda t: t._map(torch.Tensor.detach),
-    aten.alias.default: lambda t: t._map(torch.Tensor.detach),
+    aten.detach.default: BlockScaledTensor._alias,
+    aten.alias.default: BlockScaledTensor._alias,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.unsqueeze.default: _unsqueeze,

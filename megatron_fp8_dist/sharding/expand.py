@@ -15,6 +15,7 @@ import torch
 from ..compat.host import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from ..errors import Problem, StorageError
 from ..te import tensors
+from .cuts import check_cuts, find_cuts
 from .layout import Box, layer_key, logical_key
 from .manifest import FragmentRecord
 from .pickling import pickled_parts
@@ -214,9 +215,12 @@ def quantized_entries(state_dict: Any) -> Iterator[Any]:
 
 def check_entries(state_dict: Any) -> list[Problem]:
     """Everything that keeps a state dict from being expanded: unsupported classes, reserved keys, loose tensors."""
-    problems = []
+    problems = check_cuts(v for v in values_of(state_dict) if is_entry(v))
     for value in values_of(state_dict):
-        if is_entry(value) and tensors.is_quantized(value.data):
+        cut = tensors.bad_cut(value.data, value.key) if is_entry(value) else None
+        if cut is not None:
+            problems.append(cut)
+        elif is_entry(value) and tensors.is_quantized(value.data):
             problem = tensors.unsupported(value.data, value.key)
             problems += [problem] if problem else []
             if value.data.dim() == 0:
@@ -252,13 +256,14 @@ def _loose(value: Any) -> list[Problem]:
 
 def check_model(state_dict: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Problem]:
     """The quantized parameters of a model that no entry of its state dict carries, by identity."""
-    carried = {id(v.data) for v in values_of(state_dict) if isinstance(v, (ShardedTensor, ShardedTensorFactory))}
+    mapped = [v for v in values_of(state_dict) if isinstance(v, (ShardedTensor, ShardedTensorFactory))]
+    carried = {id(v.data) for v in mapped} | {id(cut.param) for cut in find_cuts(mapped)}
     return [
         Problem(
             name,
             "a quantized parameter that no entry of the state dict carries",
-            "an entry whose .data is the parameter itself",
-            "Pass keep_vars=True; if sharded_state_dict cuts the parameter, the cut has lost its codes.",
+            "an entry whose .data is the parameter itself, or exact parts of it",
+            f"Pass keep_vars=True. {tensors.CUT_REMEDY}",
         )
         for name, parameter in parameters
         if tensors.is_quantized(parameter) and id(parameter) not in carried

@@ -210,11 +210,11 @@ def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:
     return tuple(o % m for o, m in zip(origin, moduli, strict=True))
 
 
-def slot_count(size: int, block: int | None, factory_built: bool) -> int:
-    """Slots that an even fragment of `size` elements has along an axis, whatever its phase."""
+def slot_count(size: int, block: int | None, cut: bool) -> int:
+    """Slots that an even fragment of `size` elements has along an axis; whatever its phase where it is `cut` out."""
     if block is None:
         return 1
-    return -(-size // block) + int(factory_built and size % block != 0)
+    return -(-size // block) + int(cut and size % block != 0)
 
 
 def grid_shape(scheme: Scheme, spec: GridSpec, fragment: Fragment, prepended_axes: int) -> Shape:

@@ -20,6 +20,7 @@ from ..quantized.scheme import GridSpec
 from ..quantized.tensor import BlockScaledTensor
 from ..te import tensors
 from ..transfer import to_host
+from .cuts import Cut, find_cuts
 from .expand import (
     ComponentShard,
     drop_layer_axis,
@@ -71,8 +72,20 @@ class LoadTask:
     """The checkpoint that it was planned for."""
     pull: Pull | None = None
     """Where given, `merge` reads the components itself, one parameter at a time, and `build` only names their keys."""
+    cut: Cut | None = None
+    """Where given, the entry is one part of a parameter, which is judged and restored with its last part."""
     done: bool = False
-    """Whether the parameter was restored."""
+    """Whether this task restored the parameter."""
+
+    @property
+    def restored(self) -> bool:
+        """Whether the parameter was restored."""
+        return self.done if self.cut is None else self.cut.done
+
+    @property
+    def param(self) -> Any:
+        """The destination: the parameter, or the tensor in high precision, that the entry stands for."""
+        return self.original.data if self.cut is None else self.cut.param
 
     @property
     def key(self) -> str:
@@ -155,20 +168,29 @@ class LoadTask:
         Raises:
             StorageError: what was read is not what was planned; the parameter is as it was.
         """
-        param = self.original.data
         values = [self._value(source, loaded.get(str(i), {})) for i, source in enumerate(self.sources)]
         value = self._join(values)
         if not isinstance(value, BlockScaledTensor):
             return value
-        moved = value.to(param.device)
+        moved = value.to(self.param.device)
         assert isinstance(moved, BlockScaledTensor), "a move keeps the class"
-        if not tensors.is_quantized(param):
-            return moved.dequantize(param.dtype)
-        conformed, _ = moved.conform(tensors.scheme_of(param), tensors.directions_of(param))
-        tensors.restore(param, conformed)
-        self.done = True
+        if not tensors.is_quantized(self.param) or (self.cut is not None and self.cut.high_precision):
+            return moved.dequantize(self.param.dtype)
+        if self.cut is None:
+            self._restore(moved)
+        elif self.cut.add(self.original, moved):
+            whole = self.cut.join()
+            assert isinstance(whole, BlockScaledTensor), "judged while planning"
+            self._restore(whole)
         # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
-        return param.detach()
+        return self.original.data.detach()
+
+    def _restore(self, value: BlockScaledTensor) -> None:
+        conformed, _ = value.conform(tensors.scheme_of(self.param), tensors.directions_of(self.param))
+        tensors.restore(self.param, conformed)
+        self.done = True
+        if self.cut is not None:
+            self.cut.done = True
 
     def _value(self, source: Source, loaded: Any) -> Any:
         if source.entry is None:
@@ -231,10 +253,17 @@ class LoadTask:
                 yield grid.component, self.scales[grid_region(source, source.entry, grid, piece)]
 
     def _judge(self, value: Any, options: LoadOptions) -> tuple[list[Problem], str, int]:
-        param = self.original.data
-        if tuple(value.shape) != tuple(param.shape):
-            problem = Problem(self.key, f"shape {list(value.shape)} from the checkpoint", f"shape {list(param.shape)}")
+        param, shape = self.param, self.original.data.shape
+        if tuple(value.shape) != tuple(shape):
+            problem = Problem(self.key, f"shape {list(value.shape)} from the checkpoint", f"shape {list(shape)}")
             return [problem], "", 0
+        if self.cut is not None:
+            self.cut.high_precision |= not isinstance(value, BlockScaledTensor)
+            if not self.cut.add(self.original, value):
+                return [], "", 0
+            value = self.cut.join()
+            if isinstance(value, Problem):
+                return [value], "", 0
         if not isinstance(value, BlockScaledTensor):
             kind = "quantized" if tensors.is_quantized(param) else ""
             return self._inexact(options, kind, "high precision in the checkpoint, quantized in the model"), kind, 0
@@ -317,7 +346,19 @@ def plan_tasks(state_dict: Any, manifest: Manifest, index: Mapping[str, StoredTe
                 plan.absent.append(
                     Problem(entry.key, "nothing in the checkpoint", "a quantized parameter of the model")
                 )
+    _join_cuts(plan, state_dict)
     return plan
+
+
+def _join_cuts(plan: LoadPlan, state_dict: Any) -> None:
+    """Let the tasks of one cut parameter know each other."""
+    for cut in find_cuts(v for v in values_of(state_dict) if is_entry(v)):
+        planned = [plan.tasks[id(e)] for e in cut.entries if id(e) in plan.tasks]
+        for task in planned:
+            task.cut = cut
+        if planned and len(planned) < len(cut.entries):
+            found = "some parts of the parameter: " + ", ".join(task.key for task in planned)
+            plan.problems.append(Problem(cut.key, found, "all of its parts, or none"))
 
 
 def _source(leaf: Any, manifest: Manifest, wanted: Sequence[str], problems: list[Problem]) -> Source | None:

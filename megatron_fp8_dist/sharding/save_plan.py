@@ -122,9 +122,15 @@ class SaveTask:
         for i, (leaf, layered) in enumerate(zip(leaves(built), stacked, strict=True)):
             stack = StackRef(leaf.key, _layer(leaf), int(leaf.global_shape[0])) if layered else None
             single = drop_layer_axis(leaf) if layered else leaf
-            factory_built = isinstance(self.original, ShardedTensorFactory)
-            out[str(i)] = component_leaves(single, stack, factory_built, self.directions) if quantized else single
+            out[str(i)] = component_leaves(single, stack, self._cut, self.directions) if quantized else single
         return out
+
+    @property
+    def _cut(self) -> bool:
+        """Whether fragments can start inside a block of their quantized shard; the same on all ranks."""
+        param = self.original.data
+        part = isinstance(param, BlockScaledTensor) and param.is_cut
+        return part or isinstance(self.original, ShardedTensorFactory)
 
     def merge(self, loaded: Any) -> Any:
         """A state dict expanded for a save cannot be loaded.
@@ -145,9 +151,7 @@ class SaveTask:
         )
 
 
-def component_leaves(
-    leaf: Any, stack: StackRef | None, factory_built: bool, directions: str
-) -> dict[str, ComponentShard]:
+def component_leaves(leaf: Any, stack: StackRef | None, cut: bool, directions: str) -> dict[str, ComponentShard]:
     """The components of one ShardedTensor whose data is a BlockScaledTensor.
 
     Raises:
@@ -166,7 +170,7 @@ def component_leaves(
     fragment = Fragment(global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin))
     specs = [spec for spec, _ in data.specs() if spec.name in stored]
     grids = [grid for spec in specs for grid in spec.grids]
-    slots = {g.component: _slots(leaf, g, fragment, factory_built and even, even) for g in grids}
+    slots = {g.component: _slots(leaf, g, fragment, cut and even, even) for g in grids}
     record = FragmentRecord(
         key=leaf.key,
         scheme=data.scheme,
@@ -189,12 +193,12 @@ def component_leaves(
     return out
 
 
-def _slots(leaf: Any, spec: GridSpec, fragment: Fragment, factory_built: bool, even: bool) -> tuple[int, ...]:
+def _slots(leaf: Any, spec: GridSpec, fragment: Fragment, cut: bool, even: bool) -> tuple[int, ...]:
     scheme = leaf.data.scheme
     if not even:
         return grid_shape(scheme, spec, fragment, leaf.prepend_axis_num)
     blocks = scheme.block(spec, len(leaf.local_shape))
-    counts = tuple(slot_count(s, b, factory_built) for s, b in zip(leaf.local_shape, blocks, strict=True))
+    counts = tuple(slot_count(s, b, cut) for s, b in zip(leaf.local_shape, blocks, strict=True))
     return (1,) * int(leaf.prepend_axis_num) + counts
 
 

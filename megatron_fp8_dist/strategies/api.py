@@ -161,7 +161,7 @@ def _load(expansion: LoadExpansion, directory: str, strategy: FP8LoadShardedStra
     left = [
         Problem(task.key, "a parameter that was not restored", "its components merged by dist_checkpointing.load")
         for task in expansion.plan.tasks.values()
-        if not task.done and task.outcome.kind in ("exact", "requantized")
+        if not task.restored and task.outcome.kind in ("exact", "requantized")
     ]
     if left:
         raise StorageError("Megatron did not merge every parameter of the state dict", left)
@@ -170,7 +170,7 @@ def _load(expansion: LoadExpansion, directory: str, strategy: FP8LoadShardedStra
 
 def _restored(expansion: LoadExpansion) -> Problem | None:
     """Which parameters were restored before an error, on any rank. Collective: every rank has the error."""
-    done = {task.key for task in expansion.plan.tasks.values() if task.done}
+    done = {task.key for task in expansion.plan.tasks.values() if task.restored}
     everywhere = sorted(set[str]().union(*gather(done)))
     if not everywhere:
         return None

@@ -86,6 +86,8 @@ _ADAPTERS: dict[str, _Adapter] = {
     "NVFP4Tensor": NVFP4(),
 }
 
+CUT_REMEDY = "Take the state dict inside of megatron_fp8_dist.exact_ops(): cuts are exact there."
+
 _REMEDIES = {
     "GroupedTensor": "Map its members, from split_into_quantized_tensors(), one entry each.",
     "HybridQuantizedTensor": "Build the module with one recipe for both directions, or dequantize it before saving.",
@@ -132,8 +134,24 @@ def unwritable(value: torch.Tensor, key: str) -> Problem | None:
         return unsupported(value, key)
     if value.is_cut or not value.is_whole():
         found = "a part of another quantized tensor, or several joined"
-        return Problem(key, found, "a parameter that is one whole quantized shard")
+        return Problem(key, found, "a parameter that is one whole quantized shard", CUT_REMEDY)
     return None
+
+
+def bad_cut(value: torch.Tensor, key: str) -> Problem | None:
+    """Why `value` cannot stand for a part of a quantized parameter that it was cut from, or None.
+
+    Transformer Engine's classes dequantize in most operations, and in the others share scales with the whole. A view
+    remembers in `_base` what it is a view of, whatever its class.
+    """
+    whole = value._base
+    if whole is None or not is_quantized(whole) or isinstance(value, BlockScaledTensor):
+        return None
+    if is_quantized(value) and value.numel() == whole.numel():
+        return None
+    kind = f"{type(value).__name__} {tuple(value.shape)}"
+    found = f"a {kind} that was cut from a quantized {type(whole).__name__} of shape {tuple(whole.shape)}"
+    return Problem(key, found, "the parameter itself, or an exact part of it", CUT_REMEDY)
 
 
 def _adapter(value: torch.Tensor) -> _Adapter:
@@ -151,6 +169,17 @@ def scheme_of(value: torch.Tensor) -> Scheme:
 def directions_of(value: torch.Tensor) -> list[str]:
     """Names of the scheme's directions that a quantized tensor has, or that follow exactly from what it has."""
     return list(value.directions) if isinstance(value, BlockScaledTensor) else _adapter(value).directions(value)
+
+
+def exact_part(value: torch.Tensor) -> BlockScaledTensor:
+    """All of a quantized parameter as a BlockScaledTensor whose parts remember it. Writes go through the parameter.
+
+    Raises:
+        PlanningError: a Transformer Engine class that is not supported.
+    """
+    whole = wrap(value)
+    whole.is_cut, whole.part_of = True, value
+    return whole
 
 
 def wrap(value: torch.Tensor) -> BlockScaledTensor:
