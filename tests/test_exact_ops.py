@@ -20,17 +20,18 @@ from megatron_fp8_dist import (
     expand_quantized,
     last_report,
     load,
+    read_manifest,
     save,
 )
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.report import LoadReport
 from megatron_fp8_dist.te import tensors
-from tests import te_cpu
+from tests import latent_attention_jobs, te_cpu
 from tests.elementwise import raw
+from tests.rankpool import RankPool
 from tests.te_cpu import Kind
 
-pytestmark = pytest.mark.usefixtures("single")
-
+JOBS = latent_attention_jobs.__name__
 SHAPE = (160, 96)
 CUT = (96, 64)
 """Rows of q and kv: no multiple of a block of 128."""
@@ -60,6 +61,13 @@ WEIGHTS = [
     *(pytest.param(kind, id=f"te-{kind}", marks=pytest.mark.te) for kind in TE_KINDS),
 ]
 each_weight = pytest.mark.parametrize("weight", WEIGHTS)
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest) -> None:
+    """A process group of this process alone, where a test does not send its jobs to ranks."""
+    if "ranks" not in request.fixturenames:
+        request.getfixturevalue("single")
 
 
 @pytest.fixture(autouse=True)
@@ -291,3 +299,18 @@ def test_parts_joined_in_order_are_the_parameter(weight: Scheme | Kind) -> None:
         assert isinstance(joined, BlockScaledTensor)
         # Writing it would change nothing in the parameter.
         assert joined.is_cut
+
+
+@pytest.mark.te
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", [Kind("per_tensor"), Kind("mxfp8")], ids=str)
+def test_megatrons_fused_latent_attention(ranks: RankPool, tmp_path: Path, kind: Kind, saved: int, loaded: int) -> None:
+    ranks.run(f"{JOBS}:save_attention", str(tmp_path), kind, saved, n=saved)
+    results = ranks.run(f"{JOBS}:load_attention", str(tmp_path), kind, loaded, n=loaded)
+    # One parameter per rank: the two parts of it are not counted apart.
+    assert results == [(True, loaded)] * loaded
+    entries = read_manifest(tmp_path).tensors
+    assert {k: e.global_shape for k, e in entries.items()} == {
+        f"self_attention.linear_{name}_down_proj.weight": (rows, latent_attention_jobs.HIDDEN)
+        for name, rows in latent_attention_jobs.ROWS.items()
+    }
