@@ -20,6 +20,7 @@ from ..errors import IncompleteCheckpointError, Problem, StorageError
 from ..sharding.layout import Box, Region
 from ..sharding.manifest import StoredTensor
 from ..transfer import to_host
+from .torch_files import DirectReader
 
 _METADATA = ".metadata"
 
@@ -38,7 +39,7 @@ class TorchDistBackend:
         """
         self.thread_count = thread_count
         self.keep_only_main_replica = keep_only_main_replica
-        self._reader: _CachingReader | None = None
+        self._reader: DirectReader | None = None
 
     def write(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """See `Backend.write`. The files are synced before `.metadata` is put in place."""
@@ -78,7 +79,7 @@ class TorchDistBackend:
         }
 
     def read(self, checkpoint_dir: Path, regions: Sequence[Region]) -> list[torch.Tensor]:
-        """See `Backend.read`. Whole stored chunks are read and narrowed."""
+        """See `Backend.read`. Of a small stored chunk all is read, whatever part of it is wanted."""
         if not regions:
             return []
         planner = _RegionPlanner(regions)
@@ -98,9 +99,9 @@ class TorchDistBackend:
             raise StorageError("reading failed", [problem]) from e
         return planner.tensors
 
-    def _reader_of(self, checkpoint_dir: Path) -> _CachingReader:
+    def _reader_of(self, checkpoint_dir: Path) -> DirectReader:
         if self._reader is None or self._reader.directory != checkpoint_dir:
-            self._reader = _CachingReader(checkpoint_dir)
+            self._reader = DirectReader(checkpoint_dir)
         return self._reader
 
     def _metadata(self, checkpoint_dir: Path) -> Metadata:
@@ -137,21 +138,6 @@ def _failures(error: Any, checkpoint_dir: Path, expected: str) -> list[Problem]:
         Problem(str(checkpoint_dir), f"{type(cause).__name__}: {cause}", expected).at([rank])
         for rank, (cause, _) in error.failures.items()
     ]
-
-
-class _CachingReader(dcp.FileSystemReader):
-    """Reads a checkpoint's metadata once; a reader lives as long as one plan and its reads."""
-
-    def __init__(self, checkpoint_dir: Path) -> None:
-        super().__init__(checkpoint_dir)
-        self.directory = checkpoint_dir
-        self._kept: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata."""
-        if self._kept is None:
-            self._kept = super().read_metadata(*args, **kwargs)
-        return self._kept
 
 
 class _RegionPlanner(LoadPlanner):

@@ -238,11 +238,12 @@ def _reduce_grid(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return (values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values).to(torch.int64)
+    """Scales as signed integers, of a type that has room for values larger and smaller than those of any scale."""
+    return values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values.to(torch.int16)
 
 
 def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return bits.to(torch.int32).view(torch.float32) if dtype == torch.float32 else bits.to(dtype)
+    return bits.view(torch.float32) if dtype == torch.float32 else bits.to(dtype)
 
 
 def unequal_blocks(
@@ -259,12 +260,14 @@ def unequal_blocks(
         (unequal, values): bool and scale per destination block. Where `unequal` is False, `values` is the one scale of
         all source blocks that the block meets, bit for bit; a block without a known source has scale 1.
     """
+    if source.known is None and all(np.array_equal(a, b) for a, b in zip(source.edges, edges, strict=True)):
+        return torch.zeros_like(source.values, dtype=torch.bool), source.values
     fine = source
     for axis, coarse in enumerate(edges):
         fine = fine.refine(axis, union([fine.edges[axis], coarse]))
-    info = torch.iinfo(torch.int64)
     # Scales are not negative, so they order like their bits; equality must be of bits.
     bits = _bits(fine.values)
+    info = torch.iinfo(bits.dtype)
     low = bits if fine.known is None else torch.where(fine.known, bits, info.max)
     high = bits if fine.known is None else torch.where(fine.known, bits, info.min)
     low = _reduce_grid(Grid(low, fine.edges), edges, "amin", info.max)

@@ -7,7 +7,8 @@ Engine's own classes do not, and it serves as an FP8-resident weight where Trans
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, Self
 
 import numpy as np
@@ -378,7 +379,7 @@ def _rejoined(tensors: Sequence[BlockScaledTensor], axis: int) -> torch.Tensor |
 
 def assemble(
     shape: Sequence[int],
-    pieces: Sequence[tuple[Sequence[int], BlockScaledTensor]],
+    pieces: Iterable[tuple[Sequence[int], BlockScaledTensor]],
     scheme: Scheme,
     dtype: torch.dtype,
     device: torch.device,
@@ -386,29 +387,29 @@ def assemble(
 ) -> BlockScaledTensor:
     """A tensor of `shape` on `device` from pieces of one scheme, each at an offset, in the directions of `names`.
 
-    Elements that no piece covers get code 0 and take no part in choosing a scale.
+    Elements that no piece covers get code 0 and take no part in choosing a scale. Pieces are taken one after another,
+    and none is kept; one that is the whole is not copied.
     """
+    specs = [spec for spec in scheme.directions if spec.name in names]
+    rest = iter(pieces)
+    first = list(islice(rest, 1))
+    if first and tuple(first[0][1].shape) == tuple(shape):
+        return BlockScaledTensor(scheme, {s.name: first[0][1].directions[s.name] for s in specs}, dtype)
+    codes = {s.name: torch.zeros(s.code_shape(tuple(shape)), dtype=torch.uint8, device=device) for s in specs}
+    grids: list[tuple[tuple[int, ...], dict[str, tuple[Grid, ...]]]] = []
+    for offset, piece in chain(first, rest):
+        for spec in specs:
+            part = piece.directions[spec.name].codes
+            window = zip(spec.code_shape(tuple(offset)), part.shape, strict=True)
+            codes[spec.name][tuple(slice(o, o + s) for o, s in window)] = part
+        grids.append((tuple(offset), {s.name: piece.directions[s.name].grids for s in specs}))
     directions = {}
-    for spec in scheme.directions:
-        if spec.name not in names:
-            continue
-        parts = [(tuple(offset), piece.directions[spec.name]) for offset, piece in pieces]
-        if len(parts) == 1 and tuple(pieces[0][1].shape) == tuple(shape):
-            directions[spec.name] = parts[0][1]
-            continue
-        codes = torch.zeros(spec.code_shape(tuple(shape)), dtype=torch.uint8, device=device)
-        for offset, part in parts:
-            window = zip(spec.code_shape(offset), part.codes.shape, strict=True)
-            codes[tuple(slice(o, o + s) for o, s in window)] = part.codes
-        grids = [
-            paste(
-                shape,
-                [(o, p.grids[i]) for o, p in parts],
-                SCALE_DTYPES[grid.scale_format],
-            )
+    for spec in specs:
+        pasted = [
+            paste(shape, [(o, held[spec.name][i]) for o, held in grids], SCALE_DTYPES[grid.scale_format])
             for i, grid in enumerate(spec.grids)
         ]
-        directions[spec.name] = Direction(codes, *grids)
+        directions[spec.name] = Direction(codes[spec.name], *pasted)
     return BlockScaledTensor(scheme, directions, dtype)
 
 

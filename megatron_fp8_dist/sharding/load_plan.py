@@ -195,16 +195,18 @@ class LoadTask:
     def _value(self, source: Source, loaded: Any) -> Any:
         if source.entry is None:
             return loaded
-        pieces = []
+        codes = source.specs()[0].data
+        device = loaded["0"][codes].device if self.pull is None and source.pieces else torch.device("cpu")
+        return read_source(source, self._read_pieces(source, loaded), device)
+
+    def _read_pieces(self, source: Source, loaded: Any) -> Iterator[BlockScaledTensor]:
         for j, piece in enumerate(source.pieces):
             if self.pull is None:
                 components = loaded[str(j)]
                 self._check_scales(source, piece, components)
             else:
                 components = self._pulled(source, piece, self.pull)
-            pieces.append(read_piece(source, piece, components))
-        device = pieces[0].device if pieces else torch.device("cpu")
-        return read_source(source, pieces, device)
+            yield read_piece(source, piece, components)
 
     def _pulled(self, source: Source, piece: Piece, pull: Pull) -> dict[str, torch.Tensor]:
         # Scales were read while planning.

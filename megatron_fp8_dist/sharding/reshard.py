@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,13 +135,18 @@ def _cut_grid(entry: TensorEntry, spec: GridSpec, piece: Piece, slots: torch.Ten
     return grid
 
 
-def read_source(source: Source, pieces: Sequence[BlockScaledTensor], device: torch.device) -> BlockScaledTensor:
-    """The wanted region from its pieces, every scale kept. Elements outside the stored tensor get code 0."""
+def read_source(source: Source, pieces: Iterable[BlockScaledTensor], device: torch.device) -> BlockScaledTensor:
+    """The wanted region from its pieces, every scale kept. Elements outside the stored tensor get code 0.
+
+    Args:
+        source: the region.
+        pieces: one per piece of `source`, in their order. They are taken one after another, and none is kept.
+        device: where to put it.
+    """
     entry = source.entry
     assert entry is not None, "a high-precision source has no pieces"
     axes = entry.prepended_axes
-    placed = [
-        (plan.box.within(source.box.offset)[axes:], piece) for plan, piece in zip(source.pieces, pieces, strict=True)
-    ]
+    offsets = (plan.box.within(source.box.offset)[axes:] for plan in source.pieces)
     dtype = getattr(torch, entry.nominal_dtype)
+    placed = zip(offsets, pieces, strict=True)
     return assemble(source.box.shape[axes:], placed, entry.scheme, dtype, device, source.directions)

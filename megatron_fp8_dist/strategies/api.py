@@ -21,7 +21,7 @@ from ..sharding.pickling import check_picklable
 from .collective import agree, attempt, barrier, from_first, gather, is_agreed, rank
 from .expansion import LoadExpansion, expand_load, expand_save
 from .load import FP8LoadShardedStrategy
-from .prefetch import Prefetch
+from .prefetch import Prefetch, window_for
 from .save import FP8SaveShardedStrategy
 
 _logger = logging.getLogger("megatron_fp8_dist")
@@ -150,7 +150,9 @@ def _strategy(cls: type[Strategy], given: Any, options: Any) -> Strategy:
 def _read_one_by_one(expansion: LoadExpansion, directory: Path) -> None:
     """Let each parameter get its components when it is restored, so that only few are held twice at a time."""
     tasks = list(expansion.plan.tasks.values())
-    pull = Prefetch(partial(expansion.backend.read, directory), (r for task in tasks for r in task.regions()))
+    announced = [region for task in tasks for region in task.regions()]
+    window = window_for(sum(region.box.size for region in announced))
+    pull = Prefetch(partial(expansion.backend.read, directory), announced, window)
     for task in tasks:
         task.pull = pull
 

@@ -1,0 +1,79 @@
+"""Large tensors straight out of the files that torch.distributed.checkpoint wrote.
+
+DCP reads the whole of a stored chunk, whatever part of it is wanted, and copies that part out of it. Here the part
+alone is read, into the memory that it is wanted in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+
+DIRECT_BYTES = 16 << 20
+"""A stored chunk of at least so many bytes is read directly. To find its place in the file takes some milliseconds."""
+
+
+class DirectReader(dcp.FileSystemReader):
+    """DCP's reader, but for large chunks. A checkpoint's metadata is read once."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self.directory = checkpoint_dir
+        self._kept: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata."""
+        if self._kept is None:
+            self._kept = super().read_metadata(*args, **kwargs)
+        return self._kept
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Fill the tensors of `planner`; what cannot be read directly is left to DCP."""
+        left = [item for item in plan.items if not self._read_directly(item, planner)]
+        return super().read_data(replace(plan, items=left), planner)
+
+    def _read_directly(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        stored = self.storage_data[item.storage_index]
+        if stored.length < DIRECT_BYTES or stored.transform_descriptors:
+            return False
+        with (self.directory / stored.relative_path).open("rb") as file:
+            # Under this mode torch.load reads no data, and notes where it lies in what it was given.
+            with FakeTensorMode():
+                whole = torch.load(self._slice_file(file, stored), map_location="cpu", weights_only=True)
+            start = getattr(whole.untyped_storage(), "_checkpoint_offset", None)
+            target = planner.resolve_tensor(item).detach()
+            if start is None or not whole.is_contiguous() or whole.dtype != target.dtype:
+                return False
+            start += stored.offset + whole.storage_offset() * whole.itemsize
+            _read_box(file, start, tuple(whole.shape), item.storage_offsets, target)
+        planner.commit_tensor(item, target)
+        return True
+
+
+def _read_box(
+    file: IO[bytes], start: int, shape: tuple[int, ...], offset: tuple[int, ...], target: torch.Tensor
+) -> None:
+    """Read the box of `target`'s shape at `offset` of a contiguous array of `shape` that begins at byte `start`."""
+    lengths = tuple(target.shape)
+    # All axes after the first one that is not whole are one run of bytes.
+    axis = next((a for a in reversed(range(len(shape))) if lengths[a] != shape[a]), 0)
+    if target.is_contiguous() and all(n == 1 for n in lengths[:axis]):
+        inner = [math.prod(shape[a + 1 :]) for a in range(len(shape))]
+        file.seek(start + target.itemsize * sum(o * n for o, n in zip(offset, inner, strict=True)))
+        data = target.reshape(-1).view(torch.uint8).numpy()
+        if file.readinto(data) != data.nbytes:  # type: ignore[attr-defined]
+            raise EOFError(f"{file.name} ends inside of a tensor")
+        return
+    mapped = np.memmap(file, np.uint8, "r", start, (*shape[:-1], shape[-1] * target.itemsize))
+    box = tuple(slice(o, o + n) for o, n in zip(offset[:-1], lengths[:-1], strict=True))
+    last = slice(offset[-1] * target.itemsize, (offset[-1] + lengths[-1]) * target.itemsize)
+    np.copyto(target.view(torch.uint8).numpy(), mapped[(*box, last)])
