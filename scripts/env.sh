@@ -83,4 +83,4 @@ case "${1:-}" in
   *) echo "usage: env.sh light|te [dev]" >&2; exit 2 ;;
 esac
 step "$venv" package pyproject.toml --no-deps --no-build-isolation --editable .
-if [ "${2:-}" = dev ]; then requirements "$venv" dev; fi
+if [ "${2:-}" = dev ]; then requirements "$venv" dev; requirements "$venv" oracles --no-deps; fi

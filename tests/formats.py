@@ -102,7 +102,8 @@ def float32_scale(
     if amax == 0 or not np.isfinite(amax):
         return ONE, ONE
     with np.errstate(over="ignore"):
-        scale = min(largest(element) / amax, limit)
+        scale = largest(element) / amax
+    scale = limit if np.isinf(scale) else scale
     if power_of_two:
         scale = np.float32(np.ldexp(0.5, int(np.frexp(scale)[1])))
     return ONE / scale, scale

@@ -58,10 +58,14 @@ class Direction:
 
 
 def scale_from_amax(amax: torch.Tensor, element: str, limit: float = _FLOAT32_MAX) -> torch.Tensor:
-    """float32 scale (what a value is multiplied by to quantize it) for a largest magnitude of `amax`."""
+    """float32 scale (what a value is multiplied by to quantize it) for a largest magnitude of `amax`.
+
+    `limit` is what a scale that overflows becomes.
+    """
     amax = amax.to(torch.float32)
     # A tensor over a tensor: a number over a tensor is computed as reciprocal and product, which rounds twice.
-    scale = (torch.full_like(amax, largest(element)) / amax).clamp(max=limit)
+    scale = torch.full_like(amax, largest(element)) / amax
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, limit), scale)
     usable = torch.isfinite(amax) & (amax > 0)
     return torch.where(usable, scale, torch.ones_like(scale))
 
@@ -108,7 +112,7 @@ def choose_scales(
         spec: the grid of scales.
         scheme: its scheme.
         amax: float32, per block, of the second level; None without one.
-        limit: largest float32 scale.
+        limit: float32 scale in the place of one that overflows.
 
     Returns:
         (scale_inv as stored, float32 factor that values are multiplied by to quantize them).
@@ -449,7 +453,7 @@ def quantize(
     edges = destination_edges(scheme, spec.scale, shape)
     amax_grid = None
     if scale is None:
-        # Transformer Engine's block kernels cap the scale at the largest value of the input's dtype.
+        # In Transformer Engine's block kernels a scale that overflows becomes the largest value of the input's dtype.
         limit = _FLOAT32_MAX if spec.scale.block == (None, None) else min(_FLOAT32_MAX, torch.finfo(values.dtype).max)
         block_amax = _block_amax(lambda rows: values[rows].to(torch.float32), shape, edges, values.device)
         spread_amax = None
