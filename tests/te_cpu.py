@@ -7,7 +7,7 @@ Classes, buffers and quantizers are Transformer Engine's own; only what a device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 DELAYED_SCALE = 3.0
 """The scale in a delayed quantizer; no test's scale_inv is its inverse, so that writing it shows."""
 DELAYED_AMAX = 7.0
+DIRECTIONS = ("rowwise", "columnwise")
 
 
 def element_type(element: str) -> Any:
@@ -82,17 +83,17 @@ def float8(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One of Transformer Engine's block-scaled classes, and a way to use it."""
+    """One of Transformer Engine's classes, and a way to use it."""
 
     name: str
-    """"blockwise_2d", "blockwise_1d", "mxfp8", "mxfp8_2d", "nvfp4" or "nvfp4_2d"."""
+    """"per_tensor", "blockwise_2d", "blockwise_1d", "mxfp8", "mxfp8_2d", "nvfp4" or "nvfp4_2d"."""
     element: str = "E4M3"
     power_of_two: bool = True
 
     @property
     def derived(self) -> bool:
         """Whether columnwise follows from rowwise."""
-        return self.name.endswith("_2d")
+        return self.name == "per_tensor" or self.name.endswith("_2d")
 
     @property
     def packed(self) -> bool:
@@ -131,9 +132,14 @@ def empty(kind: Kind, shape: tuple[int, ...], *, rowwise: bool = True, columnwis
         tensor = maker.make_empty(shape, dtype=torch.bfloat16, device=CPU)
         if not (rowwise and columnwise):
             tensor.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
+    _fill_with_garbage(tensor)
+    return tensor
+
+
+def _fill_with_garbage(tensor: Any) -> None:
+    """Overwrite every buffer, the pads of scales too."""
     for number, buffer in enumerate(buffers(tensor).values()):
         buffer.view(torch.uint8).fill_(0x91 + number)
-    return tensor
 
 
 def buffers(tensor: Any) -> dict[str, torch.Tensor]:
@@ -142,8 +148,10 @@ def buffers(tensor: Any) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in found.items() if buffer is not None}
 
 
-# Where Transformer Engine keeps the scale of element (i, j): (row, column) of the buffer.
-_SCALE_PLACES: dict[tuple[str, str], Callable[[Index, Index], tuple[Index, Index]]] = {
+# Where Transformer Engine keeps the scale of element (i, j): index into the buffer.
+_SCALE_PLACES: dict[tuple[str, str], Callable[[Index, Index], tuple[Index, ...]]] = {
+    ("per_tensor", "rowwise"): lambda i, _: (np.zeros_like(i),),
+    ("per_tensor", "columnwise"): lambda i, _: (np.zeros_like(i),),
     ("blockwise_2d", "rowwise"): lambda i, j: (i // 128, j // 128),
     ("blockwise_2d", "columnwise"): lambda i, j: (j // 128, i // 128),
     ("blockwise_1d", "rowwise"): lambda i, j: (j // 128, i),
@@ -161,7 +169,10 @@ class Places:
     def __init__(self, tensor: Any, kind: Kind, direction: str) -> None:
         i, j = np.indices(tuple(tensor.shape))
         place = kind.name if kind.name.startswith("blockwise") else kind.name.removesuffix("_2d")
-        self.tensor, self.direction = tensor, direction
+        self.tensor = tensor
+        self.data, self.scale = f"_{direction}_data", f"_{direction}_scale_inv"
+        if place == "per_tensor":
+            self.data, self.scale = "_data" if direction == "rowwise" else "_transpose", "_scale_inv"
         self.scale_at = _SCALE_PLACES[place, direction](i, j)
         transposed = direction == "columnwise" and not place.startswith("mxfp8")
         row, column = (j, i) if transposed else (i, j)
@@ -175,17 +186,17 @@ class Places:
 
     def codes(self) -> NDArray[np.uint8]:
         """One code per element."""
-        data: NDArray[Any] = self._buffer(f"_{self.direction}_data")[self.code_at] >> self.shift & self.mask
+        data: NDArray[Any] = self._buffer(self.data)[self.code_at] >> self.shift & self.mask
         return data.astype(np.uint8)
 
     def scales(self) -> NDArray[Any]:
         """One scale per element, as its buffer has it."""
-        found: NDArray[Any] = self._buffer(f"_{self.direction}_scale_inv")[self.scale_at]
+        found: NDArray[Any] = self._buffer(self.scale)[self.scale_at]
         return found
 
     def pads(self) -> NDArray[Any]:
         """The scales that belong to no element."""
-        buffer = self._buffer(f"_{self.direction}_scale_inv")
+        buffer = self._buffer(self.scale)
         used = np.zeros(buffer.shape, np.bool_)
         used[self.scale_at] = True
         found: NDArray[Any] = buffer[~used]
@@ -193,10 +204,10 @@ class Places:
 
     def write(self, codes: NDArray[np.uint8], scales: NDArray[Any]) -> None:
         """Put elements into the buffers; pads stay as they are."""
-        data = self._buffer(f"_{self.direction}_data")
+        data = self._buffer(self.data)
         data[...] = 0
         np.bitwise_or.at(data, self.code_at, (codes << self.shift).astype(np.uint8))
-        self._buffer(f"_{self.direction}_scale_inv")[self.scale_at] = scales
+        self._buffer(self.scale)[self.scale_at] = scales
 
 
 def hybrid(rows: int, columns: int) -> Any:
@@ -229,3 +240,69 @@ def grouped(rows: int, columns: int) -> Any:
         data=torch.zeros(2 * rows * columns, dtype=torch.uint8),
         scale_inv=torch.zeros(2 * rows * columns // 32, dtype=torch.uint8),
     )
+
+
+# Modules
+
+
+def _allocated(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """The tensor that a quantizer fills on a Hopper GPU, with garbage in it."""
+    from transformer_engine.pytorch import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+
+    if not isinstance(quantizer, (Float8Quantizer, Float8CurrentScalingQuantizer)):
+        tensor = quantizer.make_empty(shape, dtype=dtype, device=CPU)
+    else:
+        # Transformer Engine's own allocation asks the device whether it needs a transpose. A Hopper does.
+        codes, scale_inv = torch.empty(shape, dtype=torch.uint8), torch.empty(1)
+        transpose = torch.empty((shape[-1], *shape[:-1]), dtype=torch.uint8) if quantizer.columnwise_usage else None
+        tensor = Float8Tensor(
+            shape=shape,
+            dtype=dtype,
+            data=codes,
+            fp8_scale_inv=scale_inv,
+            fp8_dtype=quantizer.dtype,
+            data_transpose=transpose,
+            quantizer=quantizer,
+            device=CPU,
+        )
+    _fill_with_garbage(tensor)
+    return tensor
+
+
+def _quantize(values: torch.Tensor, quantizer: Any, output: Any = None, *_: Any) -> Any:
+    if output is None:
+        return _allocated(quantizer, tuple(values.shape), values.dtype)
+    _fill_with_garbage(output)
+    return output
+
+
+@contextmanager
+def building_stand_ins() -> Iterator[None]:
+    """Transformer Engine's modules can be built without a device.
+
+    Nothing is computed: what a module quantizes becomes garbage, for a test to overwrite.
+    """
+    from transformer_engine.pytorch.quantization import RecipeState
+
+    create = RecipeState.create
+
+    def create_on_cpu(recipe: Any, **how: Any) -> Any:
+        return create(recipe, **how | {"device": CPU})
+
+    with ExitStack() as stack:
+        stack.enter_context(current_device_stand_in())
+        stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
+        stack.enter_context(mock.patch("transformer_engine_torch.quantize", _quantize))
+        stack.enter_context(mock.patch.object(RecipeState, "create", create_on_cpu))
+        yield
+
+
+@contextmanager
+def extra_state_stand_in() -> Iterator[None]:
+    """The extra state of modules with delayed scaling can be taken and set without a device."""
+    from transformer_engine.common.recipe import DelayedScaling
+
+    default = "transformer_engine.pytorch.quantization.get_default_fp8_recipe"
+    # The second is asked for outside of autocast; it depends on the device, and this is a Hopper's.
+    with mock.patch("torch.cuda.synchronize"), mock.patch(default, DelayedScaling):
+        yield

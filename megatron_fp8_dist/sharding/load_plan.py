@@ -183,7 +183,7 @@ class LoadTask:
             assert isinstance(whole, BlockScaledTensor), "judged while planning"
             self._restore(whole)
         # Not the parameter itself: TE's blockwise class empties its buffers when it is copied onto itself.
-        return self.original.data.detach()
+        return tensors.alias(self.original.data)
 
     def _restore(self, value: BlockScaledTensor) -> None:
         conformed, _ = value.conform(tensors.scheme_of(self.param), tensors.directions_of(self.param))

@@ -194,6 +194,21 @@ def wrap(value: torch.Tensor) -> BlockScaledTensor:
     return BlockScaledTensor.from_components(adapter.scheme(value), adapter.components(value), dtype=value.dtype)
 
 
+def alias(value: torch.Tensor) -> torch.Tensor:
+    """A quantized tensor of the same class over the same buffers, without autograd history.
+
+    On a CPU not by detach(): Transformer Engine copies the quantizer then, and NVFP4's asks CUDA for its device.
+    """
+    if isinstance(value, BlockScaledTensor) or value.device.type != "cpu":
+        return value.detach()
+    tensor: Any = value
+    out = type(tensor)(
+        shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, **(tensor.get_metadata() | {"quantizer": None})
+    )
+    out._quantizer = tensor._quantizer
+    return out  # type: ignore[no-any-return]
+
+
 def restore(destination: torch.Tensor, source: BlockScaledTensor) -> None:
     """Write codes and scales of `source` into the buffers of `destination`, in place.
 
