@@ -196,6 +196,11 @@ def conform(source: Sides, scheme: Scheme, stored: list[str], wanted: list[str])
         side, lost = source[direction if direction in stored else read[0]], direction not in stored
         amax_kept = same(side.amax, groups) & (not lost)
         kept = same(side.scale, block) & sampled(spread(amax_kept, groups, old.shape), block) & (not lost)
+        if direction != read[0]:
+            # Values come in from the other direction: an amax without room for them is not kept.
+            touched = _amax(spread(~kept, block, old.shape).astype(np.float32), groups) > 0
+            amax_kept &= ~(touched & (_amax(source[read[0]].amax, groups) > sampled(side.amax, groups)))
+            kept &= sampled(spread(amax_kept, groups, old.shape), block)
         amax = np.where(amax_kept, sampled(side.amax, groups), _amax(old, groups))
         amax = amax if how.amax else np.ones_like(amax)
         scale, factor = sampled(side.scale, block).astype(how.scale_dtype), np.ones(kept.shape, np.float32)

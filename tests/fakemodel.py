@@ -13,6 +13,7 @@ import torch
 from megatron_fp8_dist.quantized.numerics import destination_edges
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
+from tests.elements import Side, Sides
 from tests.elementwise import Bits, Bytes, Elements, starts
 
 if TYPE_CHECKING:
@@ -77,6 +78,26 @@ def cut_indices(cut: str, shape: tuple[int, ...], tp: int, parts: int) -> tuple[
         half = block_of(shape[0] // 2, tp, parts)
         everything[0] = np.concatenate([half, half + shape[0] // 2])
     return tuple(everything)
+
+
+def pick(whole: Sides, indices: Sequence[NDArray[np.int64]]) -> Sides:
+    """The elements of a shard, copied."""
+    return {direction: side[np.ix_(*indices)] for direction, side in whole.items()}
+
+
+def one_amax(sides: Sides, kept: str | None = None) -> Sides:
+    """The same shard with one amax in all directions, as quantizations of one tensor have: that of `kept`, if given."""
+    amax = sides[kept or next(iter(sides))].amax
+    return {direction: replace(side, amax=amax) for direction, side in sides.items()}
+
+
+def put(whole: Sides, shape: Sequence[int], indices: Sequence[NDArray[np.int64]], part: Sides) -> None:
+    """Fill in the elements of a shard of a weight of `shape`; what is not known yet is 0."""
+    window = np.ix_(*indices)
+    for direction, side in part.items():
+        parts = side.codes, side.scale, side.amax
+        into = whole.setdefault(direction, Side(*(np.zeros(shape, values.dtype) for values in parts)))
+        into.codes[window], into.scale[window], into.amax[window] = parts
 
 
 CUT_AXIS = {"column": 0, "row": 1, "swiglu": 0}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -54,7 +54,23 @@ class Rank:
     """Name -> what the plan said of it."""
 
 
-def entry(weight: Weight, index: Index, place: Place, tensor: torch.Tensor, stacked: bool) -> Any:
+class Mapped(Protocol):
+    """What an entry needs to know of a weight; see `Weight`."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def cut(self) -> str:
+        """How tensor-parallel ranks cut it."""
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Layers, or layers and experts."""
+
+
+def entry(weight: Mapped, index: Index, place: Place, tensor: torch.Tensor, stacked: bool) -> Any:
     """A parameter's entry, as Megatron's layers make it."""
     offsets = tuple((a, i, n) for a, (i, n) in enumerate(zip(index, weight.stack, strict=True))) if stacked else ()
     key = f"layers.{weight.name}" if stacked else f"layers.{'.'.join(map(str, index))}.{weight.name}"
@@ -115,7 +131,7 @@ def refuse(problems: Sequence[Any]) -> None:
         raise PlanningError("refused", problems)
 
 
-def save(ranks: Sequence[Rank], backend: Backend, directory: Path) -> Manifest:
+def save(ranks: Sequence[Rank], backend: Backend, directory: Path, directions: str = "both") -> Manifest:
     """What the strategies do in a save, rank after rank. Returns the manifest as it is read again."""
     described = [describe(rank.state_dict) for rank in ranks]
     infos = [pickle.loads(pickle.dumps(info)) for info, _ in described]
@@ -123,7 +139,7 @@ def save(ranks: Sequence[Rank], backend: Backend, directory: Path) -> Manifest:
     problems += [p for _, own in described for p in own]
     problems += [p for number, rank in enumerate(ranks) for p in check_replicas(rank.state_dict, infos, number)]
     refuse(problems)
-    expansions = [expand_for_save(rank.state_dict, mixed) for rank in ranks]
+    expansions = [expand_for_save(rank.state_dict, mixed, directions) for rank in ranks]
     refuse([p for expanded in expansions for p in rehearse(expanded)[1]])
     records = []
     for expanded in expansions:

@@ -135,6 +135,27 @@ def test_an_infinity_saturates_where_the_element_format_has_none() -> None:
     assert error_in_bound(old, after.codes, after.scale.view(np.float32), "E4M3")
 
 
+def test_an_amax_without_room_for_the_other_directions_values_is_not_kept() -> None:
+    """A columnwise block that is cut gets rowwise values, and they may be larger than the columnwise amax allows."""
+    scheme = Scheme("nvfp4", "E2M1")
+    parts = BlockScaledTensor.quantize(torch.randn(48, 16), scheme).components()
+    parts["amax_rowwise"].fill_(1.25)
+    parts["amax_columnwise"].fill_(0.5)
+    parts["rowwise_scale_inv"].fill_(0x7E)
+    parts["columnwise_scale_inv"][:] = torch.tensor([[0x7E], [0x38], [0x30]], dtype=torch.uint8)
+    cut = BlockScaledTensor.from_components(scheme, parts).narrow(0, 8, 32)
+    assert isinstance(cut, BlockScaledTensor)
+    found, blocks = cut.conform(scheme)
+    assert blocks == found.components()["columnwise_scale_inv"].numel()
+    assert found.components()["amax_columnwise"].item() == 1.25
+    rowwise, columnwise = (found.only([name]).dequantize(torch.float32) for name in ("rowwise", "columnwise"))
+    # Half a step of the largest E2M1 values, and the rounding of the E4M3 scale.
+    assert float((rowwise - columnwise).abs().max()) <= 1.25 / 6 * (1 + 6 / 16)
+    # On block edges nothing is quantized again, and each direction keeps its own.
+    kept, blocks = BlockScaledTensor.from_components(scheme, parts).conform(scheme)
+    assert (blocks, kept.components()["amax_columnwise"].item()) == (0, 0.5)
+
+
 def test_another_element_format_quantizes_every_block() -> None:
     assert check_conform(quantized("toy_block"), Scheme("toy_block", "E5M2")) == 6
 

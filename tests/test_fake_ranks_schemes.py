@@ -3,206 +3,51 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from numpy.typing import NDArray
 
 from megatron_fp8_dist import BlockScaledTensor, Scheme
 from megatron_fp8_dist.compat.host import ShardedTensor
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.options import LoadOptions
+from megatron_fp8_dist.sharding.manifest import MixedStack
 from tests import elements
-from tests.elements import Sides, conform, random_sides, rule_of, sides_of, tensor_of
+from tests.elements import Sides, random_sides, rule_of, tensor_of
 from tests.elementwise import component_bytes
-from tests.fakemodel import Layout
-from tests.fakeranks import Rank, Recorder, blank, load, save
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
+from tests.fakemodel import Layout, make_model, pick, put
+from tests.fakeranks import DIRECTORY, Rank, Recorder, build, load, save
+from tests.fakeranks import check as check_model
+from tests.shardcuts import (
+    KEY,
+    SCHEMES,
+    Cut,
+    Saved,
+    check,
+    destinations,
+    each_scheme,
+    empty,
+    even,
+    hold,
+    loaded,
+    one_rank,
+    saved,
+    scheme_id,
+    side_of,
+)
 
 pytest_plugins = ["tests.pure"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DIRECTORY = Path("checkpoint")
-KEY = "layers.weight"
-SCHEMES = [
-    Scheme("blockwise_2d", "E4M3"),
-    Scheme.of("blockwise_2d", "E5M2", power_of_two=0),
-    Scheme("blockwise_1d", "E4M3"),
-    Scheme.of("blockwise_1d", "E4M3", power_of_two=0),
-    Scheme("mxfp8", "E4M3"),
-    Scheme("mxfp8", "E5M2"),
-    Scheme("mxfp8_2d", "E4M3"),
-    Scheme("nvfp4", "E2M1"),
-    Scheme("nvfp4_2d", "E2M1"),
-    Scheme("nvfp4_row_scaled", "E2M1"),
-    Scheme.of("nvfp4_2d", "E2M1", e4m3_max=256, use_4over6=1),
-]
 
-
-def scheme_id(value: Any) -> str | None:
-    if isinstance(value, Scheme):
-        return "-".join([value.name, value.element, *(f"{k}={v}" for k, v in value.flags)])
-    return None
-
-
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=scheme_id)
-
-
-def side_of(scheme: Scheme) -> int:
-    """The longer side of a block."""
-    return max(max(b) for b in rule_of(scheme).blocks.values())
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a weight of `shape` is cut into shards."""
-
-    kind: str
-    """"rows", "columns" or "swiglu"."""
-    edges: tuple[int, ...]
-    """From 0 to the size of the axis; of a half, for SwiGLU."""
-    even: bool = True
-
-    @property
-    def axis(self) -> int:
-        """The axis that is cut."""
-        return 1 if self.kind == "columns" else 0
-
-    @property
-    def parts(self) -> int:
-        """Number of shards."""
-        return len(self.edges) - 1
-
-    def indices(self, shape: tuple[int, int], part: int) -> list[NDArray[np.int64]]:
-        """Indices, per axis, of one shard."""
-        out = [np.arange(s) for s in shape]
-        own = np.arange(self.edges[part], self.edges[part + 1])
-        out[self.axis] = np.concatenate([own, own + shape[0] // 2]) if self.kind == "swiglu" else own
-        return out
-
-    def entry(self, tensor: torch.Tensor, shape: tuple[int, int], part: int, stack: Stack, index: Stack) -> Any:
-        """The entry that maps one shard of one weight of a stack."""
-        offsets = tuple((a, i, n) for a, (i, n) in enumerate(zip(index, stack, strict=True)))
-        if self.even:
-            where = (*offsets, (len(offsets) + self.axis, part, self.parts))
-            sharded = ShardedTensor.from_rank_offsets(KEY, tensor, *where, prepend_axis_num=len(offsets))
-            return apply_swiglu_sharded_factory(sharded, offsets) if self.kind == "swiglu" else sharded
-        first = [0, 0]
-        first[self.axis] = self.edges[part]
-        return ShardedTensor(
-            KEY, tensor, tensor.dtype, tuple(tensor.shape), (*stack, *shape), (*index, *first), None, 0, len(stack)
-        )
-
-
-Stack = tuple[int, ...]
-"""Number of layers, or layers and experts; or an index into them."""
-
-
-def even(kind: str, size: int, parts: int) -> Cut:
-    """Equal parts of an axis of `size` (of a half, for SwiGLU)."""
-    return Cut(kind, tuple(range(0, size + 1, size // parts)))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint, and what every element of it is."""
-
-    scheme: Scheme
-    shape: tuple[int, int]
-    stack: Stack
-    whole: dict[Stack, Sides]
-    backend: Recorder
-    manifest: Any
-    stored: list[str]
-
-
-def one_rank() -> Rank:
-    return Rank(next(Layout(1).places()))
-
-
-def put(rank: Rank, name: str, entry: Any, tensor: torch.Tensor) -> None:
-    rank.state_dict[name], rank.tensors[name] = entry, tensor
-
-
-def pick(sides: Sides, indices: Sequence[NDArray[np.int64]]) -> Sides:
-    """The elements of a shard."""
-    return {d: side[np.ix_(*indices)] for d, side in sides.items()}
-
-
-def saved(
-    scheme: Scheme,
-    shape: tuple[int, int],
-    cut: Cut,
-    *,
-    stack: Stack = (1,),
-    directions: Sequence[str] | None = None,
-    choices: int = 8,
-    amax: float | None = None,
-    seed: int = 0,
-) -> Saved:
-    """Save a stack of weights, each shard of them quantized alone."""
-    rng, stored = np.random.default_rng(seed), list(directions or rule_of(scheme).blocks)
-    ranks, whole = [one_rank() for _ in range(cut.parts)], dict[Stack, Sides]()
-    for index in itertools.product(*map(range, stack)):
-        for part, rank in enumerate(ranks):
-            indices = cut.indices(shape, part)
-            size = tuple(len(i) for i in indices)
-            sides = random_sides(scheme, size, rng, stored, choices=choices, amax=amax)
-            for direction, side in sides.items():
-                into = whole.setdefault(index, {}).setdefault(direction, _zeros(side, shape))
-                window = np.ix_(*indices)
-                into.codes[window], into.scale[window], into.amax[window] = side.codes, side.scale, side.amax
-            tensor = torch.nn.Parameter(tensor_of(sides, scheme))
-            put(rank, str(index), cut.entry(tensor, shape, part, stack, index), tensor)
-    backend = Recorder()
-    return Saved(scheme, shape, stack, whole, backend, save(ranks, backend, DIRECTORY), stored)
-
-
-def _zeros(like: elements.Side, shape: tuple[int, int]) -> elements.Side:
-    return elements.Side(np.zeros(shape, np.uint8), np.zeros(shape, like.scale.dtype), np.zeros(shape, np.float32))
-
-
-def loaded(source: Saved, cut: Cut, directions: Sequence[str] | None = None, **options: Any) -> list[Rank]:
-    """Load a checkpoint at another cut, and compare every destination with the model's answer."""
-    scheme, shape = source.scheme, source.shape
-    wanted = list(directions or rule_of(scheme).blocks)
-    ranks, rng = [one_rank() for _ in range(cut.parts)], np.random.default_rng(99)
-    places: dict[tuple[int, str], tuple[Stack, int]] = {}
-    for (number, rank), index in itertools.product(enumerate(ranks), source.whole):
-        size = tuple(len(i) for i in cut.indices(shape, number))
-        tensor = torch.nn.Parameter(blank(tensor_of(random_sides(scheme, size, rng, wanted, choices=1), scheme)))
-        put(rank, str(index), cut.entry(tensor, shape, number, source.stack, index), tensor)
-        places[number, str(index)] = index, number
-    load(ranks, source.backend, DIRECTORY, source.manifest, LoadOptions(**options))
-    for (number, name), (index, part) in places.items():
-        region = pick(source.whole[index], cut.indices(shape, part))
-        check(ranks[number], name, region, source, wanted)
-    return ranks
-
-
-def check(rank: Rank, name: str, region: Sides, source: Saved, wanted: list[str]) -> None:
-    """One destination holds what the model says, byte for byte, and what was quantized again is inside the bound."""
-    answer = conform(region, source.scheme, source.stored, wanted)
-    found, outcome = sides_of(rank.tensors[name]), rank.outcomes[name]
-    assert list(found) == wanted
-    for direction, side in answer.sides.items():
-        np.testing.assert_array_equal(found[direction].scale, side.scale, err_msg=direction)
-        np.testing.assert_array_equal(found[direction].amax, side.amax, err_msg=direction)
-        np.testing.assert_array_equal(found[direction].codes, side.codes, err_msg=direction)
-        changed = answer.again[direction]
-        assert elements.error_in_bound(answer.old[changed], found[direction][changed], rule_of(source.scheme))
-    assert (outcome.kind, outcome.requantized_blocks) == ("requantized" if answer.blocks else "exact", answer.blocks)
-
+TP_SIZES = (1, 2, 3, 4, 6, 8)
 
 # At random
 
@@ -215,14 +60,18 @@ def cuts(draw: st.DrawFn, shape: tuple[int, int], kind: str, scheme: Scheme) -> 
     if kind != "swiglu" and draw(st.booleans()):
         inner = draw(st.sets(st.integers(1, size // step - 1), max_size=4))
         return Cut(kind, (0, *(step * i for i in sorted(inner)), size), even=False)
-    return even(kind, size, draw(st.sampled_from([p for p in (1, 2, 3, 4, 6, 8) if size % (p * step) == 0])))
+    return even(kind, size, draw(st.sampled_from([tp for tp in TP_SIZES if size % (tp * step) == 0])))
 
 
 @given(data=st.data(), scheme=st.sampled_from(SCHEMES), seed=st.integers(0, 2**20))
 def test_any_cut_to_any_other(data: st.DataObject, scheme: Scheme, seed: int) -> None:
-    sizes = [48, 96, 192, 288] if side_of(scheme) == 128 else [48, 64, 96, 144]
-    shape = data.draw(st.sampled_from(sizes)), data.draw(st.sampled_from(sizes))
+    sizes = [48, 96, 192, 288, 131] if side_of(scheme) == 128 else [48, 64, 96, 144, 37]
+    if scheme.element == "E2M1":
+        sizes[-1] = 50
     kind = data.draw(st.sampled_from(["rows", "columns", "swiglu"]))
+    # Halves of a SwiGLU weight, and of an axis of packed codes.
+    rows = st.sampled_from(sizes[:-1] if kind == "swiglu" else sizes)
+    shape = data.draw(rows), data.draw(st.sampled_from(sizes))
     target_kind = "swiglu" if kind == "swiglu" else data.draw(st.sampled_from(["rows", "columns"]))
     stack = data.draw(st.sampled_from([(1,), (2,), (1, 2)]))
     names = list(rule_of(scheme).blocks)
@@ -243,6 +92,18 @@ def test_any_cut_to_any_other(data: st.DataObject, scheme: Scheme, seed: int) ->
 # Cuts that deserve a name
 
 
+PAIRS = list(itertools.product(TP_SIZES, repeat=2))
+KINDS = ("rows", "columns", "swiglu")
+
+
+@pytest.mark.parametrize(("number", "source", "target"), [(i, *pair) for i, pair in enumerate(PAIRS)])
+def test_every_tensor_parallel_size_to_every_other(number: int, source: int, target: int) -> None:
+    # Every scheme and every kind of cut in turn.
+    scheme, kind = SCHEMES[number % len(SCHEMES)], KINDS[number // 2 % len(KINDS)]
+    size, shape = 96, {"rows": (96, 48), "columns": (48, 96), "swiglu": (192, 48)}[kind]
+    loaded(saved(scheme, shape, even(kind, size, source), choices=2, amax=0.75), even(kind, size, target))
+
+
 @each_scheme
 @pytest.mark.usefixtures("no_arithmetic")
 @pytest.mark.parametrize("kind", ["rows", "columns", "swiglu"])
@@ -259,7 +120,7 @@ def test_block_edges_there_and_back(scheme: Scheme, kind: str) -> None:
         again = [one_rank() for _ in ranks]
         for part, (old, new) in enumerate(zip(ranks, again, strict=True)):
             for name, tensor in old.tensors.items():
-                put(new, name, cut.entry(tensor, shape, part, first.stack, (0,)), tensor)
+                hold(new, name, cut.entry(tensor, shape, part, first.stack, (0,)), tensor)
         source = Saved(scheme, shape, first.stack, first.whole, backend, save(again, backend, DIRECTORY), first.stored)
     for part, rank in enumerate(ranks):
         original = tensor_of(pick(first.whole[0,], even(kind, size, 4).indices(shape, part)), scheme)
@@ -277,17 +138,56 @@ def test_the_saved_cut_is_exact_wherever_it_lies(scheme: Scheme, kind: str) -> N
 
 
 @each_scheme
+@pytest.mark.usefixtures("no_arithmetic")
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_scales_are_exact_on_any_cut(scheme: Scheme, kind: str) -> None:
+    # Shards of 24 elements, of which a block of 32 or more joins two or parts of two.
+    size, shape = 96, {"rows": (96, 48), "columns": (48, 96), "swiglu": (192, 48)}[kind]
+    source = saved(scheme, shape, even(kind, size, 4), choices=1, amax=0.75)
+    for parts in (1, 2, 3, 8):
+        loaded(source, even(kind, size, parts), strict_bitwise=True)
+
+
+@each_scheme
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+def test_uneven_fragments(scheme: Scheme, kind: str) -> None:
+    shape = (192, 32) if kind == "rows" else (32, 192)
+    cut = Cut(kind, (0, 40, 128, 130, 192), even=False)
+    source = saved(scheme, shape, cut, stack=(2,))
+    loaded(source, cut, strict_bitwise=True)
+    for other in (Cut(kind, (0, 64, 150, 192), even=False), even(kind, 192, 3)):
+        loaded(source, other)
+
+
+def test_shards_of_64_rows_inside_blocks_of_128() -> None:
+    # 192 rows are a block and a half: TP1 joins two shards in its first block, and keeps the third one as it is.
+    source = saved(Scheme("blockwise_2d", "E4M3"), (192, 128), even("rows", 192, 3))
+    assert len(np.unique(source.whole[0,]["rowwise"].scale)) == 3
+    for parts, blocks in {1: [1], 2: [1, 1], 3: [0] * 3, 6: [0] * 6}.items():
+        ranks = loaded(source, even("rows", 192, parts))
+        assert [rank.outcomes["(0,)"].requantized_blocks for rank in ranks] == blocks
+
+
+@each_scheme
+def test_swiglu_halves_merge_in_one_requantization(scheme: Scheme) -> None:
+    # Gate and up projection of 44 rows, no multiple of a block, each in two shards with scales of their own.
+    loaded(saved(scheme, (88, 48), even("rows", 88, 4)), even("swiglu", 44, 1))
+
+
+@each_scheme
 def test_unequal_scales_inside_a_block_are_refused_by_strict_bitwise(scheme: Scheme) -> None:
     # 24-row shards: a block of 32 or more rows, or one amax, joins two of them.
-    shape = (48, 48)
-    source = saved(scheme, shape, even("rows", 48, 2))
+    source, cut = saved(scheme, (48, 48), even("rows", 48, 2)), even("rows", 48, 1)
     if scheme.name == "nvfp4_row_scaled":
-        loaded(source, even("rows", 48, 1), strict_bitwise=True)
+        loaded(source, cut, strict_bitwise=True)
         return
+    ranks = destinations(source, cut)
+    before = component_bytes(ranks[0].tensors["(0,)"])
     with pytest.raises(PlanningError, match=rf"{KEY}: found \d+ block\(s\)"):
-        loaded(source, even("rows", 48, 1), strict_bitwise=True)
+        load(ranks, source.backend, DIRECTORY, source.manifest, LoadOptions(strict_bitwise=True))
     assert source.backend.code_reads() == []
-    loaded(source, even("rows", 48, 1))
+    assert component_bytes(ranks[0].tensors["(0,)"]) == before
+    loaded(source, cut)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_2d"])
@@ -299,7 +199,7 @@ def test_merging_shards_of_another_amax_quantizes_all_blocks_again(name: str) ->
         for i, amax in enumerate((0.5, 0.75))
     ]
     for part, (rank, sides) in enumerate(zip(ranks, parts, strict=True)):
-        put(rank, "w", cut.entry(tensor_of(sides, scheme), shape, part, (1,), (0,)), tensor_of(sides, scheme))
+        hold(rank, "w", cut.entry(tensor_of(sides, scheme), shape, part, (1,), (0,)), tensor_of(sides, scheme))
     for direction in parts[0]:
         whole[direction] = elements.joined([p[direction] for p in parts])
     backend = Recorder()
@@ -310,37 +210,94 @@ def test_merging_shards_of_another_amax_quantizes_all_blocks_again(name: str) ->
     assert merged[0].outcomes["(0,)"].requantized_blocks == {"nvfp4": 2 * 64 * 4, "nvfp4_2d": 16}[name]
 
 
-@each_scheme
-def test_only_the_fragments_that_are_met_are_read(scheme: Scheme) -> None:
-    source = saved(scheme, (192, 48), even("rows", 192, 8))
-    cut = even("rows", 192, 2)
+# What is read
+
+
+def reads(source: Saved) -> dict[str, int]:
+    """Component -> regions that were read since the last call."""
+    found = Counter(r.key.removeprefix(f"{KEY}.").partition("@")[0] for r in set(source.backend.reads) if r.box.size)
     source.backend.reads.clear()
-    for part in range(2):
-        rank = one_rank()
-        tensor = tensor_of(pick(source.whole[0,], cut.indices((192, 48), part)), scheme)
-        put(rank, "w", cut.entry(tensor, (192, 48), part, (1,), (0,)), tensor)
-        load([rank], source.backend, DIRECTORY, source.manifest)
-        directions = rule_of(scheme).blocks
-        assert len(source.backend.code_reads()) == 4 * len(directions)
-        source.backend.reads.clear()
+    return dict(found)
+
+
+SHARDS = {
+    "even": even("rows", 192, 8),
+    "uneven": Cut("rows", (0, 20, 40, 96, 98, 104, 150, 192), even=False),
+}
+
+
+@each_scheme
+@pytest.mark.parametrize(("saved_cut", "met"), [("even", 4), ("uneven", 3)])
+def test_only_the_fragments_that_are_met_are_read(scheme: Scheme, saved_cut: str, met: int) -> None:
+    # The first half meets so many of all fragments.
+    source = saved(scheme, (192, 48), SHARDS[saved_cut])
+    rank = destinations(source, even("rows", 192, 2))[0]
+    source.backend.reads.clear()
+    load([rank], source.backend, DIRECTORY, source.manifest)
+    components = [name for spec in scheme.directions for name in (spec.data, *(g.component for g in spec.grids))]
+    assert reads(source) == dict.fromkeys(components, met)
+
+
+@pytest.mark.parametrize("scheme", [s for s in SCHEMES if len(s.directions) > 1], ids=scheme_id)
+@pytest.mark.parametrize("wanted", ["rowwise", "columnwise"])
+def test_a_direction_that_the_destination_has_not_is_not_read(scheme: Scheme, wanted: str) -> None:
+    source = saved(scheme, (96, 48), even("rows", 96, 2))
+    source.backend.reads.clear()
+    loaded(source, even("rows", 96, 2), [wanted], strict_bitwise=True)
+    assert reads(source)
+    loaded(source, even("rows", 96, 2), [wanted], strict_bitwise=True)
+    assert {name for name in reads(source) if wanted not in name} == set()
+
+
+def part_entry(tensor: torch.Tensor, offset: tuple[int, int], shape: tuple[int, int]) -> Any:
+    """A fragment that lies anywhere."""
+    return ShardedTensor(KEY, tensor, tensor.dtype, tuple(tensor.shape), shape, offset, None)
+
+
+@each_scheme
+def test_destinations_may_overlap(scheme: Scheme) -> None:
+    # Two of them begin at one place, and differ in extent.
+    source = saved(scheme, (96, 32), Cut("rows", (0, 40, 96), even=False), stack=())
+    ranks = [one_rank(), one_rank()]
+    regions = {"all": (0, 96), "first": (0, 64), "middle": (32, 80)}
+    for (name, (start, stop)), rank in zip(regions.items(), (*ranks, ranks[0]), strict=True):
+        tensor = empty(scheme, (stop - start, 32))
+        hold(rank, name, part_entry(tensor, (start, 0), (96, 32)), tensor)
+    load(ranks, source.backend, DIRECTORY, source.manifest)
+    for name, (start, stop) in regions.items():
+        rank = next(r for r in ranks if name in r.tensors)
+        region = pick(source.whole[()], (np.arange(start, stop), np.arange(32)))
+        check(rank, name, region, source, list(rule_of(scheme).blocks))
 
 
 # Packed codes
 
 
-def odd_entry(tensor: torch.Tensor, offset: tuple[int, int], shape: tuple[int, int]) -> Any:
-    return ShardedTensor(KEY, tensor, tensor.dtype, tuple(tensor.shape), shape, offset, None)
+ODD = [("nvfp4", (0, 3)), ("nvfp4", (3, 0)), ("nvfp4_2d", (0, 3)), ("nvfp4_row_scaled", (0, 3))]
 
 
-@pytest.mark.parametrize(("name", "offset"), [("nvfp4", (0, 3)), ("nvfp4", (3, 0)), ("nvfp4_2d", (0, 3))])
+@pytest.mark.parametrize(("name", "offset"), ODD)
 def test_packed_fragments_at_odd_offsets_are_refused_at_save(name: str, offset: tuple[int, int]) -> None:
     scheme = Scheme(name, "E2M1")
     sides = random_sides(scheme, (16, 16), np.random.default_rng(0), rule_of(scheme).blocks, choices=8)
     rank, backend = one_rank(), Recorder()
-    put(rank, "w", odd_entry(tensor_of(sides, scheme), offset, (19, 19)), tensor_of(sides, scheme))
+    hold(rank, "w", part_entry(tensor_of(sides, scheme), offset, (19, 19)), tensor_of(sides, scheme))
     with pytest.raises(PlanningError, match=rf"{KEY}: found .*odd: packed E2M1"):
         save([rank], backend, DIRECTORY)
     assert not backend.chunks
+
+
+@pytest.mark.parametrize(("name", "offset"), ODD)
+def test_packed_destinations_at_odd_offsets_are_refused_at_load(name: str, offset: tuple[int, int]) -> None:
+    scheme, rank = Scheme(name, "E2M1"), one_rank()
+    source = saved(scheme, (48, 48), even("rows", 48, 1), stack=())
+    tensor = empty(scheme, (16, 16))
+    before = component_bytes(tensor)
+    hold(rank, "w", part_entry(tensor, offset, (48, 48)), tensor)
+    with pytest.raises(PlanningError, match=rf"{KEY}: found .*odd: packed E2M1 .* expected .*do not split a byte"):
+        load([rank], source.backend, DIRECTORY, source.manifest)
+    assert component_bytes(tensor) == before
+    assert source.backend.code_reads() == []
 
 
 def test_odd_swiglu_halves_of_packed_codes() -> None:
@@ -356,7 +313,7 @@ def test_an_odd_cut_of_packed_codes_into_high_precision_is_refused_by_key() -> N
     source = saved(Scheme("nvfp4_2d", "E2M1"), (16, 16), even("columns", 16, 1))
     rank = one_rank()
     tensor = torch.zeros(16, 3, dtype=torch.bfloat16)
-    put(rank, "w", ShardedTensor(KEY, tensor, tensor.dtype, (16, 3), (1, 16, 16), (0, 0, 5), None, 0, 1), tensor)
+    hold(rank, "w", ShardedTensor(KEY, tensor, tensor.dtype, (16, 3), (1, 16, 16), (0, 0, 5), None, 0, 1), tensor)
     with pytest.raises(PlanningError, match=rf"{KEY}: found .*odd"):
         load([rank], source.backend, DIRECTORY, source.manifest)
 
@@ -373,10 +330,136 @@ def test_a_high_precision_destination_gets_the_values(scheme: Scheme, kind: str)
     for part, rank in enumerate(ranks):
         size = tuple(len(i) for i in cut.indices(shape, part))
         tensor = torch.zeros(size, dtype=torch.float32)
-        put(rank, "w", cut.entry(tensor, shape, part, (1,), (0,)), tensor)
+        hold(rank, "w", cut.entry(tensor, shape, part, (1,), (0,)), tensor)
     load(ranks, source.backend, DIRECTORY, source.manifest)
     for part, rank in enumerate(ranks):
         expected = pick(source.whole[0,], cut.indices(shape, part))["rowwise"].values(rule_of(scheme))
         found = rank.loaded["w"]
         assert not isinstance(found, BlockScaledTensor)
         np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+# Padded tables
+
+
+ONE = {"blockwise": np.float32(1), "mxfp8": np.uint8(127), "nvfp4": np.uint8(0x38)}
+"""A scale of 1, by family."""
+
+
+def table_entry(tensor: torch.Tensor, part: int, parts: int) -> Any:
+    """Rows of a table that another layout may have padded to another number of rows."""
+    return ShardedTensor.from_rank_offsets(KEY, tensor, (0, part, parts), allow_shape_mismatch=True)
+
+
+def padded(whole: Sides, scheme: Scheme, first: int, rows: int) -> Sides:
+    """Rows of a table, also beyond its end: code 0, and whatever scale keeps the block that they are in as it is."""
+    out, one = Sides(), ONE[scheme.name.partition("_")[0]]
+    for direction, side in whole.items():
+        inside = side[first : first + rows]
+        shape, known = (rows, side.codes.shape[1]), len(inside.codes)
+        part = elements.Side(np.zeros(shape, np.uint8), np.full(shape, one), np.ones(shape, np.float32))
+        part.codes[:known], part.scale[:known], part.amax[:known] = inside.codes, inside.scale, inside.amax
+        if known:
+            height = rule_of(scheme).blocks[direction][0]
+            part.scale[known : -(-known // height) * height] = inside.scale[-1]
+            part.amax[known:] = 1 if scheme.name == "nvfp4_row_scaled" else inside.amax[-1]
+        out[direction] = part
+    return out
+
+
+@each_scheme
+@pytest.mark.parametrize("choices", [1, 8], ids=["equal", "unequal"])
+@pytest.mark.parametrize("rows", [(32,), (16, 16), (10, 10, 10), (9, 9), (14,)], ids=str)
+def test_rows_beyond_a_table_are_zero_and_choose_no_scale(scheme: Scheme, choices: int, rows: tuple[int, ...]) -> None:
+    # 20 rows were saved, in units that make some blocks end inside the table, cross its end or lie beyond it.
+    unit = max(2, side_of(scheme) // 16)
+    rng, whole, ranks, backend = np.random.default_rng(0), Sides(), [one_rank(), one_rank()], Recorder()
+    for part, rank in enumerate(ranks):
+        sides = random_sides(scheme, (10 * unit, 32), rng, rule_of(scheme).blocks, choices=choices, amax=0.75)
+        own = np.arange(10 * unit) + part * 10 * unit
+        put(whole, (20 * unit, 32), (own, np.arange(32)), sides)
+        hold(rank, "w", table_entry(tensor_of(sides, scheme), part, 2), tensor_of(sides, scheme))
+    manifest = save(ranks, backend, DIRECTORY)
+    source = Saved(scheme, (20 * unit, 32), (), {(): whole}, backend, manifest, list(whole))
+    wanted = [one_rank() for _ in rows]
+    for part, (rank, size) in enumerate(zip(wanted, rows, strict=True)):
+        tensor = empty(scheme, (size * unit, 32))
+        hold(rank, "w", table_entry(tensor, part, len(rows)), tensor)
+    load(wanted, backend, DIRECTORY, manifest)
+    for part, (rank, size) in enumerate(zip(wanted, rows, strict=True)):
+        check(rank, "w", padded(whole, scheme, part * size * unit, size * unit), source, list(whole))
+
+
+# Layers of one stack
+
+
+MXFP8, NVFP4 = Scheme("mxfp8", "E4M3"), Scheme("nvfp4", "E2M1")
+STACKS = {
+    "nvfp4 with mxfp8 edges": (MXFP8, NVFP4, NVFP4, MXFP8),
+    "two element formats": (MXFP8, Scheme("mxfp8", "E5M2"), Scheme("mxfp8", "E5M2"), MXFP8),
+    "1-D and 2-D": (Scheme("nvfp4_2d", "E2M1"), NVFP4, Scheme("mxfp8_2d", "E4M3"), Scheme("blockwise_1d", "E5M2")),
+    "a layer in high precision": (None, NVFP4, MXFP8, NVFP4),
+}
+LAYER = (96, 64)
+
+
+Indices = list[NDArray[np.int64]]
+
+
+def stages(number: int, cut: Cut, num_layers: int, make: Callable[[int, Indices], torch.Tensor]) -> list[Rank]:
+    """Ranks of so many pipeline stages; `make` gives a shard of a layer."""
+    ranks = [one_rank() for _ in range(number * cut.parts)]
+    for layer, part in itertools.product(range(num_layers), range(cut.parts)):
+        rank = ranks[layer * number // num_layers * cut.parts + part]
+        tensor = torch.nn.Parameter(make(layer, cut.indices(LAYER, part)))
+        hold(rank, str(layer), cut.entry(tensor, LAYER, part, (num_layers,), (layer,)), tensor)
+    return ranks
+
+
+@pytest.mark.parametrize("schemes", STACKS.values(), ids=STACKS)
+def test_layers_of_one_stack_in_different_schemes(schemes: tuple[Scheme | None, ...]) -> None:
+    rng, cut, backend = np.random.default_rng(0), even("rows", 96, 2), Recorder()
+    whole: list[Sides] = [Sides() for _ in schemes]
+    plain = torch.from_numpy(rng.standard_normal(LAYER)).to(torch.bfloat16)
+
+    def make(layer: int, indices: Indices) -> torch.Tensor:
+        scheme, size = schemes[layer], tuple(len(i) for i in indices)
+        if scheme is None:
+            return plain[np.ix_(*indices)]
+        sides = random_sides(scheme, size, rng, rule_of(scheme).blocks, choices=2, amax=0.75)
+        put(whole[layer], LAYER, indices, sides)
+        return tensor_of(sides, scheme)
+
+    def blank_one(layer: int, indices: Indices) -> torch.Tensor:
+        scheme, size = schemes[layer], tuple(len(i) for i in indices)
+        return torch.zeros(size, dtype=torch.bfloat16) if scheme is None else empty(scheme, size)
+
+    manifest = save(stages(4, cut, len(schemes), make), backend, DIRECTORY)
+    quantized = tuple(i for i, s in enumerate(schemes) if s is not None)
+    assert manifest.mixed == {KEY: MixedStack(len(schemes), quantized)}
+    assert [manifest.tensors[f"{KEY}.layer_{i}"].scheme for i in quantized] == [schemes[i] for i in quantized]
+    for number, other in ((1, cut), (2, cut), (1, even("rows", 96, 1)), (2, even("columns", 64, 4))):
+        ranks = stages(number, other, len(schemes), blank_one)
+        load(ranks, backend, DIRECTORY, manifest, LoadOptions(strict_bitwise=other == cut))
+        for position, rank in enumerate(ranks):
+            indices = other.indices(LAYER, position % other.parts)
+            for name, scheme in ((n, schemes[int(n)]) for n in rank.tensors):
+                if scheme is None:
+                    assert component_bytes(rank.loaded[name]) == component_bytes(plain[np.ix_(*indices)])
+                    continue
+                source = Saved(scheme, LAYER, (), {}, backend, manifest, list(rule_of(scheme).blocks))
+                check(rank, name, pick(whole[int(name)], indices), source, source.stored)
+
+
+# Per-tensor scaling
+
+
+def test_one_scale_for_all_ranks_there_and_back() -> None:
+    model = make_model(Scheme("per_tensor", "E4M3"), Scheme("per_tensor", "E5M2"))
+    ranks = build(model, Layout(4))
+    for tp in (2, 8, 4):
+        backend = Recorder()
+        manifest = save(ranks, backend, DIRECTORY)
+        ranks = build(model, Layout(tp), empty=True)
+        load(ranks, backend, DIRECTORY, manifest, LoadOptions(strict_bitwise=True))
+        check_model(model, ranks)

@@ -241,6 +241,13 @@ def _reduce_grid(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -
     return _reduce(grid.values, index, [len(c) - 1 for c in edges], how, start)
 
 
+def _reduce_into(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -> torch.Tensor:
+    """Reduce a grid's values into the blocks of `edges`, whatever edges it has."""
+    for axis, coarse in enumerate(edges):
+        grid = grid.refine(axis, union([grid.edges[axis], coarse]))
+    return _reduce_grid(grid, edges, how, start)
+
+
 def _bits(values: torch.Tensor) -> torch.Tensor:
     """Scales as signed integers, of a type that has room for values larger and smaller than those of any scale."""
     return values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values.to(torch.int16)
@@ -328,11 +335,22 @@ class _Kept:
 
 
 def _keep(
-    source: Direction | None, spec: DirectionSpec, scheme: Scheme, shape: tuple[int, ...], plain_scales_ok: bool
+    source: Direction | None,
+    others: Direction,
+    spec: DirectionSpec,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    plain_scales_ok: bool,
 ) -> _Kept:
     """Compare a source's grids with a destination's; without a source (None) nothing is kept.
 
-    Without `plain_scales_ok` a scale that is no power of two is not kept where the scheme wants powers of two.
+    Args:
+        source: the source's same direction.
+        others: the direction that the values of blocks that are not kept come from.
+        spec: the destination's direction.
+        scheme: the destination's scheme.
+        shape: logical shape.
+        plain_scales_ok: whether a scale that is no power of two is kept where the scheme wants powers of two.
     """
     edges = destination_edges(scheme, spec.scale, shape)
     sizes = [len(e) - 1 for e in edges]
@@ -350,12 +368,12 @@ def _keep(
         return _Kept(unequal, values, None, None)
     amax_edges = destination_edges(scheme, spec.amax, shape)
     amax_unequal, amax = unequal_blocks(source.amax, amax_edges)
-    return _Kept(
-        unequal | spread(Grid(amax_unequal, amax_edges), edges),
-        values,
-        amax_unequal,
-        amax,
-    )
+    if others is not source and others.amax is not None:
+        # An amax that has no room for the values that come in from the other direction cannot be kept either.
+        top = _reduce_into(others.amax, amax_edges, "amax", 0.0)
+        touched = _reduce_into(Grid(unequal.to(torch.uint8), edges), amax_edges, "amax", 0) > 0
+        amax_unequal = amax_unequal | (touched & (top > amax))
+    return _Kept(unequal | spread(Grid(amax_unequal, amax_edges), edges), values, amax_unequal, amax)
 
 
 def requantize(
@@ -380,7 +398,7 @@ def requantize(
     """
     # The rule says how scales are chosen: what was chosen by the same rule is kept whatever it is.
     plain_scales_ok = bool(values[2].flag("power_of_two"))
-    kept = _keep(exact, spec, scheme, shape, plain_scales_ok)
+    kept = _keep(exact, values[0], spec, scheme, shape, plain_scales_ok)
     edges = destination_edges(scheme, spec.scale, shape)
     amax_edges = destination_edges(scheme, spec.amax, shape) if spec.amax else None
     count = int(kept.unequal.sum())

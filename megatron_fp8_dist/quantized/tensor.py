@@ -7,7 +7,7 @@ Engine's own classes do not, and it serves as an FP8-resident weight where Trans
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -136,6 +136,10 @@ class BlockScaledTensor(torch.Tensor):
     def specs(self) -> list[tuple[DirectionSpec, Direction]]:
         """The directions that are there, with what they are."""
         return [(spec, self.directions[spec.name]) for spec in self.scheme.directions if spec.name in self.directions]
+
+    def only(self, names: Collection[str]) -> BlockScaledTensor:
+        """This tensor with the directions of `names` alone, over the same memory."""
+        return self._with({n: d for n, d in self.directions.items() if n in names})
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Code * scale_inv, computed in float32, as a plain tensor of `dtype` (the nominal dtype by default)."""

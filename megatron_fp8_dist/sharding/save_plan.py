@@ -117,13 +117,20 @@ class SaveTask:
         quantized = tensors.is_quantized(param)
         # The original key decides what is mixed: re-keying after expansion renames a stack, it does not change it.
         stacked = [leaf.key in self.mixed for leaf in leaves(skeleton(self.original))]
-        built = rebuild(self.original, key, tensors.wrap(param) if quantized else param, replica_id)
+        built = rebuild(self.original, key, self._stored() if quantized else param, replica_id)
         out = {}
         for i, (leaf, layered) in enumerate(zip(leaves(built), stacked, strict=True)):
             stack = StackRef(leaf.key, _layer(leaf), int(leaf.global_shape[0])) if layered else None
             single = drop_layer_axis(leaf) if layered else leaf
-            out[str(i)] = component_leaves(single, stack, self._cut, self.directions) if quantized else single
+            out[str(i)] = component_leaves(single, stack, self._cut) if quantized else single
         return out
+
+    def _stored(self) -> BlockScaledTensor:
+        """The parameter in the directions that are stored, so that what is left out need not be cut."""
+        whole = tensors.wrap(self.original.data)
+        # A tensor that has one direction alone is stored in that one, whatever was asked for.
+        names = ["rowwise"] if self.directions == "rowwise" and "rowwise" in whole.directions else whole.directions
+        return whole.only(names)
 
     @property
     def _cut(self) -> bool:
@@ -151,7 +158,7 @@ class SaveTask:
         )
 
 
-def component_leaves(leaf: Any, stack: StackRef | None, cut: bool, directions: str) -> dict[str, ComponentShard]:
+def component_leaves(leaf: Any, stack: StackRef | None, cut: bool) -> dict[str, ComponentShard]:
     """The components of one ShardedTensor whose data is a BlockScaledTensor.
 
     Raises:
@@ -164,11 +171,9 @@ def component_leaves(leaf: Any, stack: StackRef | None, cut: bool, directions: s
             "a factory dequantized a quantized parameter",
             [Problem(leaf.key, found, "exact pieces (narrow, chunk, split, slice, view, cat)")],
         )
-    # A tensor that has one direction alone is stored in that one, whatever was asked for.
-    stored = ["rowwise"] if directions == "rowwise" and "rowwise" in data.directions else list(data.directions)
     even = leaf.axis_fragmentations is not None
     fragment = Fragment(global_box(leaf), (0,) * leaf.prepend_axis_num + phases(data.scheme, data.origin))
-    specs = [spec for spec, _ in data.specs() if spec.name in stored]
+    specs = [spec for spec, _ in data.specs()]
     grids = [grid for spec in specs for grid in spec.grids]
     slots = {g.component: _slots(leaf, g, fragment, cut and even, even) for g in grids}
     record = FragmentRecord(
