@@ -3,6 +3,7 @@
 #   make test                the suite in both lanes; a machine without the te lane's needs says so in the last lines
 #   REQUIRE_TE=1 make test   the same, and there that is an error
 #   make demo                examples/gpt_fp8_resume.py; LANE=te runs it on Transformer Engine's own classes
+#   SCHEME=mxfp8 make demo   the same in another scheme: float8 (the default), blockwise, mxfp8 or nvfp4
 #   ARGS="-k name -x"        goes to pytest, with any of the test targets
 
 .PHONY: demo env-light env-te lint test test-full test-light test-te

@@ -2,11 +2,13 @@
 
 The run that saves writes it with `torch.save`; a run that loads the checkpoint compares what it got with it. Nothing
 here uses the package that is being shown: positions come from Megatron's own sharded state dict, bytes from the raw
-buffers of the weights.
+buffers of the weights. What is recorded is what each element has: its code and the bits of its scales, however many
+elements share them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,8 +17,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-Buffers = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Raw codes and scale_inv of a weight."""
+Buffers = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+"""Raw codes and scales of a weight by name, one value per element or per block; see `WeightKind.buffers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +31,34 @@ class Fragment:
     """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Where the fragment begins in it."""
-    codes: torch.Tensor
-    """uint8, shape of the fragment."""
-    scale: torch.Tensor
-    """The four bytes of its scale_inv, uint8."""
+    elements: dict[str, torch.Tensor]
+    """Name of a buffer -> what each element has in it, as integers in the shape of the fragment."""
 
     @property
     def window(self) -> tuple[slice, ...]:
         """The fragment's place in the whole tensor."""
-        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.codes.shape, strict=True))
+        sizes = next(iter(self.elements.values())).shape
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, sizes, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(w.stop - w.start for w in self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
     """A whole quantized tensor, put together from the fragments of all ranks."""
 
-    codes: torch.Tensor
-    """uint8, shape of the whole tensor."""
-    scale: torch.Tensor
-    """The four bytes of the one scale_inv that all fragments share."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    elements: dict[str, torch.Tensor]
+    """Name of a buffer -> what each element has in it, as integers in the shape of the whole."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +72,25 @@ class Verdict:
     elements: int
     """Its size."""
     exact: bool
-    """Whether its codes and its scale are the recorded ones, bit for bit."""
+    """Whether its codes and its scales are the recorded ones, bit for bit."""
 
 
-def _leaves(entry: ShardedTensor | ShardedTensorFactory, codes: torch.Tensor) -> list[ShardedTensor]:
-    """Where Megatron puts each piece of `codes`; a SwiGLU weight is stored as two pieces, gate and up."""
+def _per_element(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The bits that each element of a tensor of `shape` has in `values`, where blocks divide `shape`."""
+    values = values.detach().contiguous()
+    if values.is_floating_point():
+        values = values.view(torch.int32)
+    for axis, size in enumerate(shape):
+        values = values.repeat_interleave(size // values.shape[axis], dim=axis)
+    return values
+
+
+def _leaves(entry: ShardedTensor | ShardedTensorFactory, elements: torch.Tensor) -> list[ShardedTensor]:
+    """Where Megatron puts each piece of `elements`; a SwiGLU weight is stored as two pieces, gate and up."""
     if isinstance(entry, ShardedTensorFactory):
-        built: list[ShardedTensor] = replace(entry, data=codes).build()
+        built: list[ShardedTensor] = replace(entry, data=elements).build()
         return built
-    return [replace(entry, data=codes, dtype=codes.dtype)]
+    return [replace(entry, data=elements, dtype=elements.dtype)]
 
 
 def fragments(entries: Iterable[Any], owns: Callable[[torch.Tensor], bool], buffers: Buffers) -> list[Fragment]:
@@ -84,13 +105,14 @@ def fragments(entries: Iterable[Any], owns: Callable[[torch.Tensor], bool], buff
     for entry in entries:
         if not (isinstance(entry, ShardedTensor | ShardedTensorFactory) and owns(entry.data)):
             continue
-        codes, scale_inv = buffers(entry.data)
-        scale = scale_inv.detach().reshape(1).clone().view(torch.uint8)
-        for leaf in _leaves(entry, codes.detach()):
-            layers = leaf.prepend_axis_num
-            name = ".".join([leaf.key, *(f"layer_{i}" for i in leaf.global_offset[:layers])])
-            shape, offset = tuple(leaf.global_shape[layers:]), tuple(leaf.global_offset[layers:])
-            found.append(Fragment(name, shape, offset, leaf.data.clone(), scale))
+        held = buffers(entry.data)
+        pieces = [_leaves(entry, _per_element(values, entry.data.shape)) for values in held.values()]
+        for leaves in zip(*pieces, strict=True):
+            first = leaves[0]
+            layers = first.prepend_axis_num
+            name = ".".join([first.key, *(f"layer_{i}" for i in first.global_offset[:layers])])
+            shape, offset = tuple(first.global_shape[layers:]), tuple(first.global_offset[layers:])
+            found.append(Fragment(name, shape, offset, {n: p.data.clone() for n, p in zip(held, leaves, strict=True)}))
     return found
 
 
@@ -103,18 +125,18 @@ def read(folder: Path) -> dict[str, Whole]:
     """Whole tensors from the files of all ranks.
 
     Raises:
-        ValueError: the fragments of a tensor leave a hole, or do not share one scale.
+        ValueError: the fragments of a tensor leave a hole, or overlap.
     """
     wholes: dict[str, Whole] = {}
     missing: dict[str, int] = {}
     for path in sorted(folder.glob("rank_*.pt")):
         for fields in torch.load(path, weights_only=True):
             part = Fragment(**fields)
-            whole = wholes.setdefault(part.name, Whole(torch.zeros(part.shape, dtype=torch.uint8), part.scale))
-            if not torch.equal(whole.scale, part.scale):
-                raise ValueError(f"record of {part.name}: shards of one weight have different scales")
-            whole.codes[part.window] = part.codes
-            missing[part.name] = missing.get(part.name, whole.codes.numel()) - part.codes.numel()
+            empty = {name: values.new_zeros(part.shape) for name, values in part.elements.items()}
+            whole = wholes.setdefault(part.name, Whole(part.shape, empty))
+            for name, values in part.elements.items():
+                whole.elements[name][part.window] = values
+            missing[part.name] = missing.get(part.name, whole.size) - part.size
     uncovered = [name for name, elements in missing.items() if elements]
     if uncovered or not wholes:
         raise ValueError(f"record in {folder}: empty, or not covered exactly once: {', '.join(uncovered)}")
@@ -128,11 +150,11 @@ def compare(held: Iterable[Fragment], record: Mapping[str, Whole]) -> list[Verdi
         whole = record.get(part.name)
         exact = (
             whole is not None
-            and tuple(whole.codes.shape) == part.shape
-            and torch.equal(whole.codes[part.window], part.codes)
-            and torch.equal(whole.scale, part.scale)
+            and whole.shape == part.shape
+            and whole.elements.keys() == part.elements.keys()
+            and all(torch.equal(whole.elements[name][part.window], part.elements[name]) for name in part.elements)
         )
-        verdicts.append(Verdict(part.name, part.offset, part.codes.numel(), exact))
+        verdicts.append(Verdict(part.name, part.offset, part.size, exact))
     return verdicts
 
 
@@ -144,4 +166,4 @@ def bit_exact(verdicts: Iterable[Verdict], record: Mapping[str, Whole]) -> set[s
         if not verdict.exact:
             wrong.add(verdict.name)
         sizes.setdefault(verdict.name, {})[verdict.offset] = verdict.elements
-    return {n for n, whole in record.items() if n not in wrong and sum(sizes[n].values()) == whole.codes.numel()}
+    return {n for n, whole in record.items() if n not in wrong and sum(sizes[n].values()) == whole.size}

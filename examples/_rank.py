@@ -31,23 +31,23 @@ RESUME_SEED = 2
 """Another one than training's, so that nothing is right after a load but what the load brought."""
 
 
-def train(out: Path, layout: Layout, weights: str, steps: int, steps_after: int) -> None:
+def train(out: Path, layout: Layout, weights: str, scheme: str, steps: int, steps_after: int) -> None:
     """Train `steps` steps, save, and go `steps_after` steps further, as the run that was never interrupted.
 
-    Writes below `out`: the checkpoint, the record of its bytes, and the model alone in FP8 and in BF16.
+    Writes below `out`: the checkpoint, the record of its bytes, and the model alone, quantized and in BF16.
     """
-    kind = choose(weights)
+    kind = choose(weights, scheme)
     with _ranks(layout):
         if cpu_standins.needed():
-            _say(cpu_standins.NOTICE)
-        _say(f"{layout}: FP8 weights are {kind.title}")
+            _say(cpu_standins.notice())
+        _say(f"{layout}: quantized weights are {kind.title}")
         run = _Run(layout, kind, TRAIN_SEED)
         for step in range(1, steps + 1):
             run.step(step)
 
         state = run.sharded_state_dict()
         save({**state, "step": steps}, _fresh(out / "checkpoint"))
-        save({"model": state["model"]}, _fresh(out / "model-fp8"))
+        save({"model": state["model"]}, _fresh(out / "model-quantized"))
         with cpu_standins.active():
             dist_checkpointing.save({"model": _in_bf16(state["model"], kind)}, _fresh(out / "model-bf16"))
         byte_record.write(Path(_fresh(out / "record")), dist.get_rank(), run.fragments())
@@ -59,18 +59,18 @@ def train(out: Path, layout: Layout, weights: str, steps: int, steps_after: int)
             wholes = byte_record.read(out / "record")
             result = TrainResult(
                 tensors=len(wholes),
-                codes=sum(w.codes.numel() for w in wholes.values()),
+                codes=sum(w.size for w in wholes.values()) * len(kind.scheme.directions),
                 step=steps,
                 losses=losses,
-                fp8_bytes=_bytes_below(out / "model-fp8"),
+                quantized_bytes=_bytes_below(out / "model-quantized"),
                 bf16_bytes=_bytes_below(out / "model-bf16"),
             )
             write_result(out, layout, result)
 
 
-def resume(out: Path, layout: Layout, weights: str, steps_after: int) -> None:
+def resume(out: Path, layout: Layout, weights: str, scheme: str, steps_after: int) -> None:
     """Load the checkpoint below `out` into a new model, compare every quantized byte, and train `steps_after` steps."""
-    kind = choose(weights)
+    kind = choose(weights, scheme)
     with _ranks(layout):
         run = _Run(layout, kind, RESUME_SEED)
         state = load(run.sharded_state_dict(), str(out / "checkpoint"))

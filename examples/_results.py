@@ -28,12 +28,12 @@ class TrainResult:
     tensors: int
     """Whole quantized tensors."""
     codes: int
-    """Their elements."""
+    """Their codes, in all directions that the checkpoint has."""
     step: int
     """Steps done when it saved."""
     losses: list[float]
     """Losses of the steps that came after the save."""
-    fp8_bytes: int
+    quantized_bytes: int
     """Bytes of all files of the model-only checkpoint that `megatron_fp8_dist.save` wrote."""
     bf16_bytes: int
     """Bytes of all files of the model-only checkpoint of the same model in BF16 that Megatron's own `save` wrote."""

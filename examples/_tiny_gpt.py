@@ -1,4 +1,4 @@
-"""A Megatron GPT small enough for a CPU, with FP8 linear weights, and the plainest loop that trains it for real."""
+"""A Megatron GPT small enough for a CPU, its linear weights quantized, and a plain loop that trains it for real."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from _results import Layout
-from _weights import SCHEME, WeightKind
+from _weights import WeightKind, quantize
 from megatron_fp8_dist import BlockScaledTensor
 from megatron_fp8_dist.te.tensors import restore
 
 LAYERS = 4
 HIDDEN = 256
+# Each rank of TP4 has 128 channels of attention and of the MLP, and 128 is the largest block of any scheme: all shards,
+# and the two halves of SwiGLU in them, begin and end on block edges.
 FFN_HIDDEN = 512
-HEADS = 4
+HEADS = 8
+KV_GROUPS = 4
+KV_CHANNELS = 64
 VOCABULARY = 256
 SEQUENCE = 64
 GLOBAL_BATCH = 8
 MICRO_BATCH = 2
 LEARNING_RATE = 0.03
-
-_E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def build_model(layout: Layout, seed: int) -> GPTModel:
@@ -69,6 +71,8 @@ def _config(layout: Layout) -> TransformerConfig:
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN_HIDDEN,
         num_attention_heads=HEADS,
+        num_query_groups=KV_GROUPS,
+        kv_channels=KV_CHANNELS,
         normalization="RMSNorm",
         # SwiGLU: Megatron stores gate and up as two fragments of one weight.
         gated_linear_unit=True,
@@ -93,10 +97,10 @@ def _config(layout: Layout) -> TransformerConfig:
 
 
 def _quantize_linears(model: GPTModel, kind: WeightKind) -> None:
-    """Make the linear weights of the decoder FP8."""
+    """Quantize the linear weights of the decoder."""
     for module in model.decoder.modules():
         if isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.RowParallelLinear):
-            weight = kind.parameter(BlockScaledTensor.quantize(module.weight, SCHEME))
+            weight = kind.parameter(BlockScaledTensor.quantize(module.weight, kind.scheme))
             tensor_parallel.copy_tensor_model_parallel_attributes(weight, module.weight)
             module.weight = weight
 
@@ -104,9 +108,8 @@ def _quantize_linears(model: GPTModel, kind: WeightKind) -> None:
 class MasterSGD:
     """SGD on FP32 master weights.
 
-    It takes over a model in BF16: it keeps a master of every weight, and makes the linear weights FP8. After each step
-    every weight is written again from its master: BF16 ones rounded, FP8 ones quantized, with one scale for all
-    tensor-parallel shards of a weight.
+    It takes over a model in BF16: it keeps a master of every weight, and quantizes the linear weights. After each step
+    every weight is written again from its master, in place: BF16 ones rounded, quantized ones quantized.
     """
 
     def __init__(self, model: GPTModel, kind: WeightKind) -> None:
@@ -135,13 +138,11 @@ class MasterSGD:
             if not self._kind.owns(parameter):
                 parameter.copy_(master)
         quantized = [(p, m) for p, m in pairs if self._kind.owns(p)]
-        # As delayed scaling does: reduced over the tensor-parallel group, so that shards can be merged exactly.
+        # The largest magnitude of a weight is that of all its tensor-parallel shards.
         amax = torch.stack([m.abs().max() for _, m in quantized])
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
-        # A tensor over a tensor: torch computes a number over a tensor as reciprocal and product, which rounds twice.
-        scales = torch.full_like(amax, _E4M3_MAX) / amax
-        for (parameter, master), scale in zip(quantized, scales, strict=True):
-            restore(parameter, BlockScaledTensor.quantize(master, SCHEME, scale=scale))
+        for (parameter, master), largest in zip(quantized, amax, strict=True):
+            restore(parameter, quantize(master, self._kind.scheme, largest))
 
     def sharded_state_dict(self, model_entries: dict[str, Any]) -> dict[str, Any]:
         """The masters as Megatron's optimizers put their state into a checkpoint: on top of the model's entries."""

@@ -1,6 +1,6 @@
-"""Train a small Megatron GPT with FP8 weights, save it, and resume it at two other layouts, byte for byte.
+"""Train a small Megatron GPT with quantized weights, save it, and resume it at two other layouts, byte for byte.
 
-    python examples/gpt_fp8_resume.py
+    python examples/gpt_fp8_resume.py [--scheme float8|blockwise|mxfp8|nvfp4]
 
 starts three torchruns of four gloo processes each, one after the other, on the CPU:
 
@@ -34,6 +34,7 @@ from _results import Layout, ResumeResult, TrainResult, read_resume_result, read
 SAVED = Layout(tp=2, pp=2)
 RESUMED = (Layout(tp=1, pp=2), Layout(tp=4, pp=1))
 RANKS = 4
+SCHEMES = ("float8", "blockwise", "mxfp8", "nvfp4")
 STEPS = 8
 STEPS_AFTER = 3
 LOSS_TOLERANCE = 0.02
@@ -54,23 +55,24 @@ def main() -> None:
     try:
         if arguments.out is None:
             with tempfile.TemporaryDirectory(prefix="gpt_fp8_resume-") as folder:
-                summary = _demonstrate(Path(folder), arguments.weights, console)
+                summary = _demonstrate(Path(folder), arguments, console)
         else:
-            summary = _demonstrate(_empty_folder(arguments.out), arguments.weights, console)
+            summary = _demonstrate(_empty_folder(arguments.out), arguments, console)
     except DemoError as error:
         sys.exit(f"gpt_fp8_resume: {error}")
     print(summary, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Save FP8 weights at one layout, resume at two others, bit for bit.")
+    parser = argparse.ArgumentParser(description="Save quantized weights at one layout, resume at two others.")
     parser.add_argument("--out", type=Path, help="keep all files in this empty folder (default: a temporary one)")
     parser.add_argument(
         "--weights",
         choices=("auto", "te", "block_scaled"),
         default="auto",
-        help="te: Transformer Engine's Float8Tensor; block_scaled: this package's; auto: te where it is installed",
+        help="te: Transformer Engine's tensors; block_scaled: this package's; auto: te where it is installed",
     )
+    parser.add_argument("--scheme", choices=SCHEMES, default="float8", help="how the weights are quantized (float8)")
     parser.add_argument("--phase", choices=("train", "resume"), help=argparse.SUPPRESS)
     parser.add_argument("--tp", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--pp", type=int, help=argparse.SUPPRESS)
@@ -84,9 +86,9 @@ def _run_rank(arguments: argparse.Namespace) -> None:
 
     layout = Layout(tp=arguments.tp, pp=arguments.pp)
     if arguments.phase == "train":
-        _rank.train(arguments.out, layout, arguments.weights, STEPS, STEPS_AFTER)
+        _rank.train(arguments.out, layout, arguments.weights, arguments.scheme, STEPS, STEPS_AFTER)
     else:
-        _rank.resume(arguments.out, layout, arguments.weights, STEPS_AFTER)
+        _rank.resume(arguments.out, layout, arguments.weights, arguments.scheme, STEPS_AFTER)
 
 
 def _quiet_hosts() -> None:
@@ -105,7 +107,7 @@ def _empty_folder(folder: Path) -> Path:
     return folder
 
 
-def _demonstrate(out: Path, weights: str, console: Console) -> str:
+def _demonstrate(out: Path, arguments: argparse.Namespace, console: Console) -> str:
     """Run the three torchruns, show the table, and return the line that sums it up."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -117,7 +119,7 @@ def _demonstrate(out: Path, weights: str, console: Console) -> str:
         for phase, layout in (("train", SAVED), *(("resume", layout) for layout in RESUMED)):
             progress.update(task, description=f"{phase} {layout}")
             show(f"{layout}: starting {RANKS} processes to {phase}")
-            _torchrun(phase, layout, out, weights, show)
+            _torchrun(phase, layout, out, arguments, show)
             progress.advance(task)
     saved = read_train_result(out, SAVED)
     resumed = {layout: read_resume_result(out, layout) for layout in RESUMED}
@@ -128,7 +130,9 @@ def _demonstrate(out: Path, weights: str, console: Console) -> str:
     return f"resume: {SAVED} -> {layouts}: {saved.tensors} quantized tensors, {len(exact)} bit-exact"
 
 
-def _torchrun(phase: str, layout: Layout, out: Path, weights: str, show: Callable[[str], None]) -> None:
+def _torchrun(
+    phase: str, layout: Layout, out: Path, arguments: argparse.Namespace, show: Callable[[str], None]
+) -> None:
     """One torchrun; what its rank 0 prints goes through `show` line by line.
 
     Raises:
@@ -136,7 +140,7 @@ def _torchrun(phase: str, layout: Layout, out: Path, weights: str, show: Callabl
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
     command += [__file__, "--phase", phase, "--tp", str(layout.tp), "--pp", str(layout.pp)]
-    command += ["--out", str(out), "--weights", weights]
+    command += ["--out", str(out), "--weights", arguments.weights, "--scheme", arguments.scheme]
     # A CPU program on every machine, with one thread per rank: the ranks share few cores.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -165,10 +169,11 @@ def _table(saved: TrainResult, resumed: dict[Layout, ResumeResult]) -> Table:
     for layout, result in resumed.items():
         report = f"{result.exact_parameters} / {result.requantized_parameters}"
         table.add_row(str(layout), *size, str(len(result.bit_exact)), report, *_losses(result.losses))
+    ratio = saved.quantized_bytes / saved.bf16_bytes
     table.caption = (
         "exact / requantized: as the load reports them, parameters of all ranks\n"
-        f"on disk, the model alone, all files: {saved.fp8_bytes:,} bytes;\n"
-        f"the same in BF16 by Megatron's own save: {saved.bf16_bytes:,} ({saved.fp8_bytes / saved.bf16_bytes:.0%})"
+        f"on disk, the model alone, all files: {saved.quantized_bytes:,} bytes;\n"
+        f"the same in BF16 by Megatron's own save: {saved.bf16_bytes:,} ({ratio:.0%})"
     )
     return table
 
