@@ -25,7 +25,8 @@ from megatron_fp8_dist.options import LoadOptions
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from megatron_fp8_dist.sharding.expand import ComponentShard, values_of
-from megatron_fp8_dist.sharding.load_plan import LoadPlan, Outcome, expand_for_load, finish_plan, plan_tasks
+from megatron_fp8_dist.sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
+from megatron_fp8_dist.sharding.load_task import Outcome
 from megatron_fp8_dist.sharding.manifest import Manifest, build_manifest, check_against_index, metadata_digest
 from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
 from tests.elementwise import Elements, component_bytes, conform, elements_of, float_bits, joined, raw, scaled

@@ -15,7 +15,7 @@ from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.options import LoadOptions
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from megatron_fp8_dist.report import LoadReport, SaveReport
-from megatron_fp8_dist.sharding.load_plan import Outcome
+from megatron_fp8_dist.sharding.load_task import Outcome
 from tests.elementwise import elements_of
 from tests.fakemodel import E4M3, E5M2, Layout, Model, make_model
 from tests.fakeranks import Rank, build, check, padded, uneven, whole_of

@@ -16,7 +16,7 @@ from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.options import LoadOptions
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
-from megatron_fp8_dist.sharding.load_plan import Outcome
+from megatron_fp8_dist.sharding.load_task import Outcome
 from megatron_fp8_dist.sharding.manifest import Manifest
 from tests.elementwise import Elements, elements_of, joined, raw, scaled
 from tests.fakemodel import E4M3

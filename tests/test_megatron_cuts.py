@@ -30,7 +30,7 @@ from megatron_fp8_dist import Scheme, expand_quantized
 from megatron_fp8_dist.errors import PlanningError
 from megatron_fp8_dist.report import LoadReport
 from megatron_fp8_dist.sharding.expand import leaves
-from megatron_fp8_dist.sharding.load_plan import Outcome
+from megatron_fp8_dist.sharding.load_task import Outcome
 from tests import te_cpu
 from tests.cut_ranks import (
     BLOCK_SCALED,

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_fp8_dist.quantized import elements, numerics
 from megatron_fp8_dist.quantized.grid import Grid
 from megatron_fp8_dist.quantized.numerics import Direction
+from megatron_fp8_dist.quantized.scales import invalid_scales, scale_from_amax
 from megatron_fp8_dist.quantized.scheme import Scheme
 from tests import float8
 from tests.elementwise import raw
@@ -112,20 +113,20 @@ TINY = [2.0**-126, 2.0**-127, 2.0**-149, 448 / float8.FLOAT32_MAX, 57344 / float
 @pytest.mark.parametrize("amax", [*UNUSABLE, *TINY, 1.0, 3.0, 448.0, 57344.0, 1e30, float(float8.FLOAT32_MAX)])
 def test_scale_rule(element: str, amax: float) -> None:
     expected = float8.scale_from_amax(np.float32(amax), element)
-    scale = numerics.scale_from_amax(torch.tensor([amax], dtype=torch.float32), element)
+    scale = scale_from_amax(torch.tensor([amax], dtype=torch.float32), element)
     assert scale.numpy().view(np.uint32)[0] == expected.view(np.uint32)
 
 
 @per_element_format
 def test_scale_rule_names_its_special_cases(element: str) -> None:
-    scale = numerics.scale_from_amax(torch.tensor([*UNUSABLE, 2.0**-149], dtype=torch.float32), element)
+    scale = scale_from_amax(torch.tensor([*UNUSABLE, 2.0**-149], dtype=torch.float32), element)
     assert scale.tolist() == [1.0, 1.0, 1.0, float(float8.FLOAT32_MAX)]
 
 
 @per_element_format
 @given(amax=st.floats(min_value=0, width=32, exclude_min=True, allow_infinity=False))
 def test_scale_rule_at_random(element: str, amax: float) -> None:
-    scale = numerics.scale_from_amax(torch.tensor(amax), element).numpy()
+    scale = scale_from_amax(torch.tensor(amax), element).numpy()
     assert scale.view(np.uint32) == float8.scale_from_amax(np.float32(amax), element).view(np.uint32)
 
 
@@ -152,12 +153,12 @@ def test_quantize_takes_a_given_scale() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1.0])
 def test_scales_that_no_quantizer_writes(bad: float) -> None:
-    assert numerics.invalid_scales(torch.tensor([[1.0, bad, 0.0]]), "float32").tolist() == [[False, True, False]]
+    assert invalid_scales(torch.tensor([[1.0, bad, 0.0]]), "float32").tolist() == [[False, True, False]]
 
 
 def test_scales_of_another_dtype_are_a_mistake() -> None:
     with pytest.raises(TypeError, match="bfloat16"):
-        numerics.invalid_scales(torch.ones(1, dtype=torch.bfloat16), "float32")
+        invalid_scales(torch.ones(1, dtype=torch.bfloat16), "float32")
 
 
 # Chunks

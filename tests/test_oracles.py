@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from megatron_fp8_dist import BlockScaledTensor, Scheme
-from megatron_fp8_dist.quantized import elements, numerics
+from megatron_fp8_dist.quantized import elements
+from megatron_fp8_dist.quantized.scales import choose_scales, e8m0_to_float
 from megatron_fp8_dist.quantized.scheme import ELEMENT_DTYPES
 from tests import formats
 from tests.oracles import (
@@ -221,7 +222,7 @@ def test_float32_scales(torchao: SimpleNamespace, element: str, power_of_two: in
         amax = torch.cat([amax, some])
     amax = amax[amax >= 1e-12]
     scheme = Scheme.of("blockwise_2d", element, power_of_two=power_of_two)
-    stored, scale = numerics.choose_scales(amax, scheme.directions[0].scale, scheme, None)
+    stored, scale = choose_scales(amax, scheme.directions[0].scale, scheme, None)
     expected = torchao.float8.amax_to_scale(amax, ELEMENT_DTYPES[element], bool(power_of_two))
     same_bytes(scale, expected)
     same_bytes(stored, 1.0 / expected)
@@ -308,7 +309,7 @@ def test_codes_of_given_scales(compressed: SimpleNamespace) -> None:
 
 def test_e8m0_scales(compressed: SimpleNamespace) -> None:
     """0xFF is infinite there; it is NaN by the format."""
-    found, expected = numerics.e8m0_to_float(ALL_CODES), compressed.mx.decompress_mx_scale(ALL_CODES)
+    found, expected = e8m0_to_float(ALL_CODES), compressed.mx.decompress_mx_scale(ALL_CODES)
     same_bytes(found[:0xFF], expected[:0xFF].float())
     assert found[0xFF].isnan()
 

@@ -41,6 +41,10 @@ class Source:
         """The stored directions that are read."""
         return () if self.entry is None else tuple(s for s in self.entry.specs() if s.name in self.directions)
 
+    def grids(self) -> Iterator[GridSpec]:
+        """The grids of these directions."""
+        return (grid for direction in self.specs() for grid in direction.grids)
+
 
 def plan_source(key: str, entry: TensorEntry, box: Box, wanted: Sequence[str]) -> Source:
     """What to read of the quantized tensor `key` to fill `box`: one piece per overlapping saved fragment.

@@ -12,7 +12,7 @@ import torch
 from ..compat.host import ShardedTensorFactory, is_main_replica
 from ..errors import PlanningError, Problem
 from ..quantized.grid import Grid
-from ..quantized.numerics import invalid_scales
+from ..quantized.scales import invalid_scales
 from ..quantized.scheme import DirectionSpec, GridSpec, Scheme
 from ..quantized.tensor import BlockScaledTensor
 from ..te import tensors
