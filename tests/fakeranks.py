@@ -134,7 +134,7 @@ def refuse(problems: Sequence[Any]) -> None:
 
 def save(ranks: Sequence[Rank], backend: Backend, directory: Path, directions: str = "both") -> Manifest:
     """What the strategies do in a save, rank after rank. Returns the manifest as it is read again."""
-    described = [describe(rank.state_dict) for rank in ranks]
+    described = [describe(rank.state_dict, directions) for rank in ranks]
     infos = [pickle.loads(pickle.dumps(info)) for info, _ in described]
     mixed, problems = mixed_stacks(infos)
     problems += [p for _, own in described for p in own]

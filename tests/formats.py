@@ -142,7 +142,10 @@ class Rule:
         """What a decoded code is multiplied by."""
         if self.amax:
             constant = np.float32(1 / (6 * self.e4m3_max))
-            return np.float32(decode(np.array([stored], np.uint8), "E4M3")[0] * whole * constant)
+            block = decode(np.array([stored], np.uint8), "E4M3")[0]
+            product = block * whole
+            # A product that overflows on the way to one that does not is taken in the other order.
+            return np.float32(block * (whole * constant) if np.isinf(product) else product * constant)
         return np.float32(stored) if self.scale_dtype is np.float32 else e8m0_value(int(stored))
 
     def packed_axis(self, direction: str) -> int | None:

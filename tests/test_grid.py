@@ -155,11 +155,11 @@ def test_paste_of_nothing_is_unknown() -> None:
 
 @given(grid=any_grid, data=st.data())
 def test_per_element(grid: Grid, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, grid.shape[0]))
-    stop = data.draw(st.integers(start, grid.shape[0]))
-    rows = grid.per_element(slice(start, stop), torch.device("cpu"))
-    scale = np.broadcast_to(rows.numpy().view(np.uint32), (stop - start, *grid.shape[1:]))
-    np.testing.assert_array_equal(scale, spread(grid)[0][start:stop])
+    starts = [data.draw(st.integers(0, s)) for s in grid.shape]
+    box = tuple(slice(o, data.draw(st.integers(o, s))) for o, s in zip(starts, grid.shape, strict=True))
+    part = grid.per_element(box, torch.device("cpu"))
+    scale = np.broadcast_to(part.numpy().view(np.uint32), [w.stop - w.start for w in box])
+    np.testing.assert_array_equal(scale, spread(grid)[0][box])
 
 
 @given(grid=shapes.flatmap(grid_over), data=st.data())

@@ -261,3 +261,26 @@ def test_float32_working_set_is_bounded(
         convert()
     scales = 1024  # the grids themselves
     assert 0 < meter.peak <= limit + scales
+
+
+@pytest.mark.parametrize("shape", [(1, 1 << 15), (3, 1 << 14), (4, 2, 1 << 12)], ids=str)
+def test_float32_working_set_is_bounded_whatever_the_shape(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 1 << 14
+    monkeypatch.setattr(numerics, "WORKING_SET_BYTES", limit)
+    spec = SCHEME.directions[0]
+    codes = torch.randint(0, 0x78, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    halves = tuple(edges_of(s) for s in shape[:-1]), edges_of(*[shape[-1] // 2] * 2)
+    scales = torch.tensor([0.5, 0.75]).reshape([1] * (len(shape) - 1) + [2])
+    source = Direction(codes, Grid(scales, (*halves[0], halves[1])))
+    values, out = torch.empty(shape, dtype=torch.bfloat16), []
+    with Float32Meter() as meter:
+        numerics.dequantize_into(values, source, spec, SCHEME)
+        out += [numerics.requantize(source, (source, spec, SCHEME), spec, SCHEME, shape)[0]]
+        out += [numerics.quantize(values, spec, SCHEME)]
+    assert 0 < meter.peak <= limit + 1024
+    monkeypatch.undo()
+    whole = numerics.requantize(source, (source, spec, SCHEME), spec, SCHEME, shape)[0]
+    assert torch.equal(out[0].codes, whole.codes)
+    assert torch.equal(out[1].codes, numerics.quantize(values, spec, SCHEME).codes)

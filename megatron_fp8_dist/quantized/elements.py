@@ -19,6 +19,10 @@ _E2M1_TIES = (
 """Midpoints between neighbours, and whether a tie goes up, to the even mantissa."""
 
 
+_REPACKED = 1 << 20
+"""Elements that are unpacked at a time."""
+
+
 def largest(element: str) -> float:
     """The largest finite value of an element format."""
     return _E2M1_VALUES[-1] if element == E2M1 else float(torch.finfo(ELEMENT_DTYPES[element]).max)
@@ -38,6 +42,20 @@ def pack(codes: torch.Tensor, axis: int | None) -> torch.Tensor:
         return codes
     pairs = codes.unflatten(axis, (-1, 2))
     return torch.bitwise_or(pairs.select(axis + 1, 0), pairs.select(axis + 1, 1) << 4)
+
+
+def repack(codes: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Codes of a 2-D tensor that are packed along axis `source`, packed along axis `target`: few rows at a time."""
+    rows, columns = (2 * s if a == source else s for a, s in enumerate(codes.shape))
+    out = torch.empty(
+        (rows, columns // 2) if target == 1 else (rows // 2, columns), dtype=codes.dtype, device=codes.device
+    )
+    step = max(2, _REPACKED // max(1, columns) // 2 * 2)
+    for start in range(0, rows, step):
+        whole, halved = slice(start, start + step), slice(start // 2, (start + step) // 2)
+        part = unpack(codes[halved if source == 0 else whole], source)
+        out[halved if target == 0 else whole] = pack(part, target)
+    return out
 
 
 def decode(codes: torch.Tensor, element: str) -> torch.Tensor:

@@ -84,11 +84,13 @@ class Grid:
             edges = tuple(next(wide) if s != 1 else np.array([0, 1], dtype=np.int64) for s in shape)
         return self._each(lambda v: v.reshape([len(e) - 1 for e in edges]), edges)
 
-    def per_element(self, axis0: slice, device: torch.device) -> torch.Tensor:
-        """Scales of the elements in `axis0` (rows), broadcastable against them: an axis with one block stays 1."""
-        rows = self.narrow(0, axis0.start, axis0.stop - axis0.start) if self.edges else self
-        out = rows.values.to(device)
-        for axis, edges in enumerate(rows.edges):
+    def per_element(self, box: tuple[slice, ...], device: torch.device) -> torch.Tensor:
+        """Scales of the elements in `box`, broadcastable against them: an axis with one block stays 1."""
+        part = self
+        for axis, window in enumerate(box):
+            part = part.narrow(axis, window.start, window.stop - window.start)
+        out = part.values.to(device)
+        for axis, edges in enumerate(part.edges):
             if len(edges) > 2:
                 lengths = torch.from_numpy(np.diff(edges)).to(device)
                 out = out.repeat_interleave(lengths, dim=axis, output_size=int(edges[-1]))

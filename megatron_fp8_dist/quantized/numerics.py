@@ -6,15 +6,17 @@ scales.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 
 from .elements import decode, encode, encode_non_finite, pack, unpack
 from .grid import Grid, union
-from .scales import FLOAT32_MAX, MANTISSA_BITS, choose_scales, e8m0_to_float
+from .scales import FLOAT32_MAX, MANTISSA_BITS, choose_scales, e8m0_to_float, least_amax
 from .scheme import SCALE_DTYPES, DirectionSpec, Edges, GridSpec, Scheme, block_edges
 
 WORKING_SET_BYTES = 64 << 20
@@ -60,42 +62,56 @@ def multipliers(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Gr
         common = union([edges, amax.edges[axis]])
         scale, amax = scale.refine(axis, common), amax.refine(axis, common)
     constant = torch.tensor(1.0 / (6.0 * scheme.flag("e4m3_max")), dtype=torch.float32)
-    return Grid(decode(scale.values, "E4M3") * amax.values * constant, scale.edges, scale.known)
+    block = decode(scale.values, "E4M3")
+    product = block * amax.values
+    # Transformer Engine's order, but where that overflows on its way to a value that does not.
+    factors = torch.where(torch.isinf(product), block * (amax.values * constant), product * constant)
+    return Grid(factors, scale.edges, scale.known)
 
 
 # --- chunks ----------------------------------------------------------------------------------------------------------
 
 
-def row_chunks(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of axis 0, of an even number of rows, whose float32 working set stays under `WORKING_SET_BYTES`."""
-    rows = shape[0] if shape else 1
-    row_bytes = 4 * _FLOAT32_BUFFERS * max(1, int(np.prod(shape[1:], dtype=np.int64)))
-    step = max(2, WORKING_SET_BYTES // row_bytes // 2 * 2)
-    for start in range(0, rows, step):
-        yield slice(start, min(rows, start + step))
+Chunk = tuple[slice, ...]
+"""A box of elements: one slice per axis."""
 
 
-def _code_rows(codes: torch.Tensor, spec: DirectionSpec, rows: slice) -> torch.Tensor:
-    """One code per element of the rows."""
-    axis = spec.packed_axis
-    part = codes[rows.start // 2 : rows.stop // 2] if axis == 0 else codes[rows]
-    return unpack(part, axis)
+def chunks(shape: tuple[int, ...]) -> Iterator[Chunk]:
+    """Boxes of a tensor whose float32 working set stays under `WORKING_SET_BYTES`.
+
+    They begin at even indices, so that packed codes are not split; an axis is cut where all after it are whole.
+    """
+    limit = max(2, WORKING_SET_BYTES // (4 * _FLOAT32_BUFFERS))
+    axis = next((a for a in range(len(shape)) if math.prod(shape[a + 1 :]) <= limit // 2 ** (a + 1)), len(shape) - 1)
+    steps = [2] * axis + [max(2, limit // 2**axis // max(1, math.prod(shape[axis + 1 :])) // 2 * 2)]
+    cut = [[slice(o, min(s, o + n)) for o in range(0, s, n)] for s, n in zip(shape, steps, strict=False)]
+    whole = [slice(0, s) for s in shape[axis + 1 :]]
+    return ((*lead, *whole) for lead in product(*cut))
 
 
-def _put_rows(out: torch.Tensor, spec: DirectionSpec, rows: slice, codes: torch.Tensor) -> None:
-    axis = spec.packed_axis
-    (out[rows.start // 2 : rows.stop // 2] if axis == 0 else out[rows])[:] = pack(codes, axis)
+def _bytes_of(spec: DirectionSpec, chunk: Chunk) -> Chunk:
+    """Where the codes of a chunk lie."""
+    return tuple(slice(w.start // 2, w.stop // 2) if axis == spec.packed_axis else w for axis, w in enumerate(chunk))
 
 
-def _value_rows(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Callable[[slice], torch.Tensor]:
-    """float32 values of a slice of rows."""
+def _codes_in(codes: torch.Tensor, spec: DirectionSpec, chunk: Chunk) -> torch.Tensor:
+    """One code per element of the chunk."""
+    return unpack(codes[_bytes_of(spec, chunk)], spec.packed_axis)
+
+
+def _put(out: torch.Tensor, spec: DirectionSpec, chunk: Chunk, codes: torch.Tensor) -> None:
+    out[_bytes_of(spec, chunk)] = pack(codes, spec.packed_axis)
+
+
+def _values_in(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Callable[[Chunk], torch.Tensor]:
+    """float32 values of a chunk."""
     factors = multipliers(direction, spec, scheme)
 
-    def rows_of(rows: slice) -> torch.Tensor:
-        codes = _code_rows(direction.codes, spec, rows)
-        return decode(codes, scheme.element) * factors.per_element(rows, codes.device)
+    def values_in(chunk: Chunk) -> torch.Tensor:
+        codes = _codes_in(direction.codes, spec, chunk)
+        return decode(codes, scheme.element) * factors.per_element(chunk, codes.device)
 
-    return rows_of
+    return values_in
 
 
 def dequantize_into(out: torch.Tensor, direction: Direction, spec: DirectionSpec, scheme: Scheme) -> torch.Tensor:
@@ -104,9 +120,9 @@ def dequantize_into(out: torch.Tensor, direction: Direction, spec: DirectionSpec
         return out
     if not out.dim():
         return out.copy_(decode(direction.codes, scheme.element) * multipliers(direction, spec, scheme).values)
-    rows_of = _value_rows(direction, spec, scheme)
-    for rows in row_chunks(tuple(out.shape)):
-        out[rows] = rows_of(rows).to(out.dtype)
+    values_in = _values_in(direction, spec, scheme)
+    for chunk in chunks(tuple(out.shape)):
+        out[chunk] = values_in(chunk).to(out.dtype)
     return out
 
 
@@ -164,7 +180,7 @@ def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def unequal_blocks(
     source: Grid, edges: tuple[Edges, ...], scale_format: str = "float32"
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which blocks of a destination meet source blocks of different scale.
 
     Args:
@@ -173,11 +189,12 @@ def unequal_blocks(
         scale_format: format of the scales.
 
     Returns:
-        (unequal, values): bool and scale per destination block. Where `unequal` is False, `values` is the one scale of
-        all source blocks that the block meets, bit for bit; a block without a known source has scale 1.
+        (unequal, values, empty) per destination block. Where `unequal` is False, `values` is the one scale of all
+        source blocks that the block meets, bit for bit; `empty` blocks have no known source, and scale 1.
     """
     if source.known is None and all(np.array_equal(a, b) for a, b in zip(source.edges, edges, strict=True)):
-        return torch.zeros_like(source.values, dtype=torch.bool), source.values
+        none = torch.zeros_like(source.values, dtype=torch.bool)
+        return none, source.values, none
     fine = source
     for axis, coarse in enumerate(edges):
         fine = fine.refine(axis, union([fine.edges[axis], coarse]))
@@ -190,25 +207,26 @@ def unequal_blocks(
     high = _reduce_grid(Grid(high, fine.edges), edges, "amax", info.min)
     empty = low > high
     values = torch.where(empty, _ONE[scale_format], low)
-    return (low != high) & ~empty, _from_bits(values, source.values.dtype)
+    return (low != high) & ~empty, _from_bits(values, source.values.dtype), empty
 
 
 def _block_amax(
-    rows_of: Callable[[slice], torch.Tensor],
+    values_in: Callable[[Chunk], torch.Tensor],
     shape: tuple[int, ...],
     edges: tuple[Edges, ...],
     device: torch.device,
 ) -> torch.Tensor:
-    """float32 largest magnitude of each block; `rows_of` gives the float32 values of a slice of axis 0."""
+    """float32 largest magnitude of each block; `values_in` gives the float32 values of a chunk."""
     sizes = [len(e) - 1 for e in edges]
     amax = torch.zeros(sizes, dtype=torch.float32, device=device)
-    first, *others = [_element_index(e) for e in edges]
-    for rows in row_chunks(shape):
-        groups = first[rows]
-        low = int(groups[0])
-        part_sizes = [int(groups[-1]) - low + 1, *sizes[1:]]
-        part = _reduce(rows_of(rows).abs(), [groups - low, *others], part_sizes, "amax", 0.0)
-        window = amax[low : low + part_sizes[0]]
+    index = [_element_index(e) for e in edges]
+    for chunk in chunks(shape):
+        groups = [blocks[window] for blocks, window in zip(index, chunk, strict=True)]
+        low = [int(g[0]) for g in groups]
+        met = [int(g[-1]) - first + 1 for g, first in zip(groups, low, strict=True)]
+        own = [g - first for g, first in zip(groups, low, strict=True)]
+        part = _reduce(values_in(chunk).abs(), own, met, "amax", 0.0)
+        window = amax[tuple(slice(first, first + n) for first, n in zip(low, met, strict=True))]
         torch.maximum(window, part, out=window)
     return amax
 
@@ -266,19 +284,20 @@ def _keep(
             return _Kept(unequal, blank, None, None)
         amax = torch.zeros([len(e) - 1 for e in destination_edges(scheme, spec.amax, shape)])
         return _Kept(unequal, blank, torch.ones_like(amax, dtype=torch.bool), amax)
-    unequal, values = unequal_blocks(source.scale, edges, spec.scale.scale_format)
+    unequal, values, empty = unequal_blocks(source.scale, edges, spec.scale.scale_format)
     if scheme.flag("power_of_two") and not plain_scales_ok:
         unequal = unequal | (_bits(values) & MANTISSA_BITS != 0)
     if spec.amax is None or source.amax is None:
         return _Kept(unequal, values, None, None)
     amax_edges = destination_edges(scheme, spec.amax, shape)
-    amax_unequal, amax = unequal_blocks(source.amax, amax_edges)
+    amax_unequal, amax, _ = unequal_blocks(source.amax, amax_edges)
     if others is not source and others.amax is not None:
         # An amax that has no room for the values that come in from the other direction cannot be kept either.
         top = _reduce_into(others.amax, amax_edges, "amax", 0.0)
         touched = _reduce_into(Grid(unequal.to(torch.uint8), edges), amax_edges, "amax", 0) > 0
         amax_unequal = amax_unequal | (touched & (top > amax))
-    return _Kept(unequal | spread(Grid(amax_unequal, amax_edges), edges), values, amax_unequal, amax)
+    unequal = unequal | (spread(Grid(amax_unequal, amax_edges), edges) & ~empty)
+    return _Kept(unequal, values, amax_unequal, amax)
 
 
 def requantize(
@@ -325,10 +344,10 @@ def _quantize_again(
     shape: tuple[int, ...],
 ) -> Direction:
     edges = destination_edges(scheme, spec.scale, shape)
-    rows_of, device = _value_rows(*source), source[0].codes.device
+    values_in, device = _values_in(*source), source[0].codes.device
 
-    def finite(rows: slice) -> torch.Tensor:
-        values = rows_of(rows)
+    def finite(chunk: Chunk) -> torch.Tensor:
+        values = values_in(chunk)
         return torch.where(torch.isfinite(values), values, torch.zeros_like(values))
 
     # What is not finite takes no part in choosing a scale, or one NaN would cost a whole block its values.
@@ -337,6 +356,7 @@ def _quantize_again(
     if spec.amax is not None and kept.amax is not None and kept.amax_unequal is not None:
         amax_edges = destination_edges(scheme, spec.amax, shape)
         found = _reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0)
+        found = torch.where(found > 0, found.clamp(min=least_amax(scheme)), found)
         amax_grid = Grid(
             torch.where(kept.amax_unequal.to(device), found, kept.amax.to(device)),
             amax_edges,
@@ -347,13 +367,13 @@ def _quantize_again(
     scale = Grid(torch.where(unequal, stored, kept.scale.to(device)), edges)
     factors, chosen = Grid(factor, edges), Grid(unequal, edges)
     out = torch.empty(spec.code_shape(shape), dtype=torch.uint8, device=device)
-    for rows in row_chunks(shape):
-        values = rows_of(rows)
-        again = encode(values * factors.per_element(rows, device), scheme.element)
+    for chunk in chunks(shape):
+        values = values_in(chunk)
+        again = encode(values * factors.per_element(chunk, device), scheme.element)
         again = torch.where(torch.isfinite(values), again, encode_non_finite(values, scheme.element))
         if codes is not None:
-            again = torch.where(chosen.per_element(rows, device), again, _code_rows(codes, spec, rows))
-        _put_rows(out, spec, rows, again)
+            again = torch.where(chosen.per_element(chunk, device), again, _codes_in(codes, spec, chunk))
+        _put(out, spec, chunk, again)
     return Direction(out, scale, amax_grid)
 
 
@@ -378,7 +398,7 @@ def quantize(
     if scale is None:
         # In Transformer Engine's block kernels a scale that overflows becomes the largest value of the input's dtype.
         limit = FLOAT32_MAX if spec.scale.block == (None, None) else min(FLOAT32_MAX, torch.finfo(values.dtype).max)
-        block_amax = _block_amax(lambda rows: values[rows].to(torch.float32), shape, edges, values.device)
+        block_amax = _block_amax(lambda chunk: values[chunk].to(torch.float32), shape, edges, values.device)
         spread_amax = None
         if spec.amax is not None:
             amax_edges = destination_edges(scheme, spec.amax, shape)
@@ -393,10 +413,7 @@ def quantize(
         stored = factor.reciprocal()
     factors = Grid(factor, edges)
     codes = torch.empty(spec.code_shape(shape), dtype=torch.uint8, device=values.device)
-    for rows in row_chunks(shape):
-        again = encode(
-            values[rows].to(torch.float32) * factors.per_element(rows, values.device),
-            scheme.element,
-        )
-        _put_rows(codes, spec, rows, again)
+    for chunk in chunks(shape):
+        wide = values[chunk].to(torch.float32)
+        _put(codes, spec, chunk, encode(wide * factors.per_element(chunk, values.device), scheme.element))
     return Direction(codes, Grid(stored, edges), amax_grid)

@@ -60,6 +60,11 @@ def _tensor_scale(amax: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
+def least_amax(scheme: Scheme) -> float:
+    """The smallest NVFP4 amax under which a block scale keeps its precision: S is finite, with room to spare."""
+    return 512 * 6.0 * scheme.flag("e4m3_max") / FLOAT32_MAX
+
+
 def choose_scales(
     block_amax: torch.Tensor,
     spec: GridSpec,

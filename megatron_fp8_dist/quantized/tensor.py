@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from . import numerics
+from .elements import repack
 from .grid import Grid, cat, paste
 from .numerics import Direction
 from .scheme import SCALE_DTYPES, DirectionSpec, Scheme
@@ -163,7 +165,7 @@ class BlockScaledTensor(torch.Tensor):
         )
         out, count = {}, 0
         for spec in wanted:
-            exact = self.directions.get(spec.name) if same else None
+            exact = self._as(spec) if same else None
             out[spec.name], blocks = numerics.requantize(
                 exact,
                 (value_direction, value_spec, self.scheme),
@@ -173,6 +175,15 @@ class BlockScaledTensor(torch.Tensor):
             )
             count += blocks
         return BlockScaledTensor(scheme, out, self.dtype), count
+
+    def _as(self, spec: DirectionSpec) -> Direction | None:
+        """The direction that `spec` names, if it is there, or follows from the only one that the scheme has."""
+        if spec.name in self.directions or len(self.scheme.directions) > 1:
+            return self.directions.get(spec.name)
+        own, direction = self.specs()[0]
+        if own.packed_axis is None or spec.packed_axis is None or own.packed_axis == spec.packed_axis:
+            return direction
+        return replace(direction, codes=repack(direction.codes, own.packed_axis, spec.packed_axis))
 
     def is_whole(self) -> bool:
         """Whether the blocks are those of one quantized shard of the scheme."""

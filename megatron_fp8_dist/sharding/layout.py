@@ -210,11 +210,18 @@ def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:
     return tuple(o % m for o, m in zip(origin, moduli, strict=True))
 
 
-def slot_count(size: int, block: int | None, cut: bool) -> int:
-    """Slots that an even fragment of `size` elements has along an axis; whatever its phase where it is `cut` out."""
+def slot_count(size: int, block: int | None, cut: bool, phase: int = 0) -> int:
+    """Slots that an even fragment has along an axis.
+
+    Args:
+        size: its elements.
+        block: block size; None is the whole quantized shard.
+        cut: whether it was cut from its shard, so that it can start inside a block.
+        phase: of the fragment.
+    """
     if block is None:
         return 1
-    return -(-size // block) + int(cut and size % block != 0)
+    return -(-size // block) + int(cut and (size % block != 0 or phase % block != 0))
 
 
 def grid_shape(scheme: Scheme, spec: GridSpec, fragment: Fragment, prepended_axes: int) -> Shape:

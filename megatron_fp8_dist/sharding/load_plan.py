@@ -6,7 +6,7 @@ come back bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -130,11 +130,27 @@ def _source(leaf: Any, manifest: Manifest, wanted: Sequence[str], problems: list
 
 def finish_plan(plan: LoadPlan, scales: Scales, options: LoadOptions, directory: str = "") -> None:
     """Check all scale values, and decide every task's outcome; problems are added to the plan."""
+    plan.problems += _shared_buffers(plan.tasks.values())
     for task in plan.tasks.values():
         task.directory = directory
         task.scales = {region: scales[region] for region in task.scale_regions()}
         bad = [p for source in task.sources for p in _bad_scales(task, source)]
         plan.problems += bad or task.rehearse(options)
+
+
+def _shared_buffers(tasks: Iterable[LoadTask]) -> Iterator[Problem]:
+    """Parameters that are to be restored from different sources into one buffer (a scale that a clone shares, say)."""
+    owners: dict[int, LoadTask] = {}
+    for task in tasks:
+        if task.cut is not None or not tensors.is_quantized(task.param):
+            continue
+        for name, buffer in tensors.buffers(task.param).items():
+            other = owners.setdefault(buffer.data_ptr(), task) if buffer.numel() else task
+            if other.param is not task.param and other.sources != task.sources:
+                found = f"a {name} that {other.key} has too"
+                remedy = "Transformer Engine's clone() shares scales: build the parameter anew."
+                yield Problem(task.key, found, "a parameter with buffers of its own", remedy)
+                break
 
 
 def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:

@@ -130,8 +130,11 @@ class LoadTask:
         return {**pieces, "-": unread} if unread else pieces
 
     def _nothing(self, source: Source, entry: TensorEntry, replica_id: Any) -> dict[str, ComponentShard]:
-        """Leaves that read nothing: they keep an entry in the state dict, and name stored keys that are not needed."""
-        stored = {c: Region(k, Box((0,) * len(s), s), s).empty() for k, c, s in entry.stored(source.key)}
+        """Leaves that read nothing: they keep an entry in the state dict, and name stored keys that are not needed.
+
+        They lie at the end of their tensors: FullyParallelLoad tells reads apart by key and offset alone.
+        """
+        stored = {c: Region(k, Box(s, s), s).empty() for k, c, s in entry.stored(source.key)}
         return {c: self._leaf(r, entry.dtype(c), replica_id) for c, r in stored.items()}
 
     def _leaf(self, region: Region, dtype: torch.dtype, replica_id: Any) -> ComponentShard:
@@ -248,6 +251,11 @@ class LoadTask:
         if tuple(value.shape) != tuple(shape):
             problem = Problem(self.key, f"shape {list(value.shape)} from the checkpoint", f"shape {list(shape)}")
             return [problem], "", 0
+        whole = all(source.entry is not None for source in self.sources)
+        if whole and tensors.is_quantized(param) and not isinstance(value, BlockScaledTensor):
+            found = f"a {type(value).__name__} {value.dtype} from the entry's merge function"
+            remedy = "It must join its parts with cat, narrow, split, slice or view alone."
+            return [Problem(self.key, found, "the parameter, still quantized", remedy)], "", 0
         if self.cut is not None:
             self.cut.high_precision |= not isinstance(value, BlockScaledTensor)
             if not self.cut.add(self.original, value):

@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -348,10 +348,10 @@ def _slot_choices(scheme: Scheme, spec: GridSpec, fragment: Shape, prepended_axe
     """The slots that fragments of one size can have: built by a factory, or not."""
     own = fragment[prepended_axes:]
     blocks = scheme.block(spec, len(own))
-    return {
-        (1,) * prepended_axes + tuple(slot_count(s, b, built) for s, b in zip(own, blocks, strict=True))
-        for built in (False, True)
-    }
+    counts = [
+        (slot_count(s, b, cut=False), slot_count(s, b, cut=True, phase=1)) for s, b in zip(own, blocks, strict=True)
+    ]
+    return {(1,) * prepended_axes + choice for choice in product(*counts)}
 
 
 def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str | None]) -> Manifest:

@@ -35,8 +35,11 @@ from .expand import (
 from .layout import Fragment, component_key, grid_shape, layer_key, phases, slot_count, uneven_key
 from .manifest import FragmentRecord, Manifest, StackRef
 
-StackInfo = dict[str, dict[int, tuple[Scheme, int]]]
-"""Key -> layer (index on the first prepended axis; -1 without one) -> (scheme, number of layers)."""
+Stored = tuple[Scheme, tuple[str, ...]]
+"""Scheme and directions: what all fragments of one key have in common."""
+
+StackInfo = dict[str, dict[int, tuple[Stored, int]]]
+"""Key -> layer (index on the first prepended axis; -1 without one) -> (how it is stored, number of layers)."""
 
 UNSTACKED = -1
 
@@ -45,38 +48,50 @@ def _layer(leaf: Any) -> int:
     return int(leaf.global_offset[0]) if leaf.prepend_axis_num else UNSTACKED
 
 
-def describe(state_dict: Any) -> tuple[StackInfo, list[Problem]]:
+def _stored(param: Any, directions: str) -> Stored:
+    """How a quantized parameter is stored under `SaveOptions.directions`."""
+    names = tuple(tensors.directions_of(param))
+    # A tensor that has one direction alone is stored in that one, whatever was asked for.
+    return tensors.scheme_of(param), ("rowwise",) if directions == "rowwise" and "rowwise" in names else names
+
+
+def describe(state_dict: Any, directions: str = "both") -> tuple[StackInfo, list[Problem]]:
     """Which layers of which keys are quantized on this rank, and how; what ranks tell each other before a save."""
     info: StackInfo = {}
     problems: list[Problem] = []
     for entry in quantized_entries(state_dict):
-        scheme = tensors.scheme_of(entry.data)
+        stored = _stored(entry.data, directions)
         for leaf in leaves(skeleton(entry)):
             layers = info.setdefault(leaf.key, {})
-            seen = layers.setdefault(_layer(leaf), (scheme, int(leaf.global_shape[0])))
-            if seen[0] != scheme:
-                problems.append(_two_schemes(leaf.key, seen[0], scheme))
+            seen = layers.setdefault(_layer(leaf), (stored, int(leaf.global_shape[0])))
+            if seen[0] != stored:
+                problems.append(_differing(leaf.key, seen[0], stored))
     return info, problems
 
 
-def _two_schemes(key: str, a: Scheme, b: Scheme) -> Problem:
-    return Problem(key, f"schemes {a.name}/{a.element} and {b.name}/{b.element}", "one scheme for all fragments")
+def _differing(key: str, a: Stored, b: Stored) -> Problem:
+    if a[0] == b[0]:
+        found = f"directions {'+'.join(a[1])} and {'+'.join(b[1])}"
+        remedy = 'Give the parameters one usage, or save with SaveOptions(directions="rowwise").'
+        return Problem(key, found, "the same directions for all fragments", remedy)
+    names = " and ".join(f"{scheme.name}/{scheme.element}" for scheme, _ in (a, b))
+    return Problem(key, f"schemes {names}", "one scheme for all fragments")
 
 
 def mixed_stacks(infos: Sequence[StackInfo]) -> tuple[frozenset[str], list[Problem]]:
-    """The stacked keys whose layers do not all have one scheme, from what all ranks told.
+    """The stacked keys whose layers are not all stored alike, from what all ranks told.
 
     Returns:
-        (keys, problems): problems name the ranks where fragments or replicas of one layer differ in scheme.
+        (keys, problems): problems name the ranks where fragments or replicas of one layer differ.
     """
-    merged: dict[str, dict[int, tuple[Scheme, int, int]]] = {}
+    merged: dict[str, dict[int, tuple[Stored, int, int]]] = {}
     problems: list[Problem] = []
     for rank, info in enumerate(infos):
         for key, layers in info.items():
-            for layer, (scheme, count) in layers.items():
-                first = merged.setdefault(key, {}).setdefault(layer, (scheme, count, rank))
-                if first[0] != scheme:
-                    problems.append(_two_schemes(key, first[0], scheme).at((first[2], rank)))
+            for layer, (stored, count) in layers.items():
+                first = merged.setdefault(key, {}).setdefault(layer, (stored, count, rank))
+                if first[0] != stored:
+                    problems.append(_differing(key, first[0], stored).at((first[2], rank)))
     mixed = {
         key
         for key, layers in merged.items()
@@ -127,10 +142,8 @@ class SaveTask:
 
     def _stored(self) -> BlockScaledTensor:
         """The parameter in the directions that are stored, so that what is left out need not be cut."""
-        whole = tensors.wrap(self.original.data)
-        # A tensor that has one direction alone is stored in that one, whatever was asked for.
-        names = ["rowwise"] if self.directions == "rowwise" and "rowwise" in whole.directions else whole.directions
-        return whole.only(names)
+        param = self.original.data
+        return tensors.wrap(param).only(_stored(param, self.directions)[1])
 
     @property
     def _cut(self) -> bool:
@@ -203,7 +216,8 @@ def _slots(leaf: Any, spec: GridSpec, fragment: Fragment, cut: bool, even: bool)
     if not even:
         return grid_shape(scheme, spec, fragment, leaf.prepend_axis_num)
     blocks = scheme.block(spec, len(leaf.local_shape))
-    counts = tuple(slot_count(s, b, cut) for s, b in zip(leaf.local_shape, blocks, strict=True))
+    phase = fragment.phase[leaf.prepend_axis_num :]
+    counts = tuple(slot_count(s, b, cut, p) for s, b, p in zip(leaf.local_shape, blocks, phase, strict=True))
     return (1,) * int(leaf.prepend_axis_num) + counts
 
 

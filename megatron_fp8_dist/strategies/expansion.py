@@ -102,7 +102,7 @@ def expand_save(state_dict: Any, options: SaveOptions, model: Any = None, group:
 
     def local() -> Any:
         _check_local(state_dict, model)
-        info, problems = describe(state_dict)
+        info, problems = describe(state_dict, options.directions)
         refuse("quantized parameters do not fit together", problems)
         return info
 

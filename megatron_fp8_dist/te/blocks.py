@@ -6,11 +6,12 @@ along the tile. A view here has none of that: codes and scales as docs/format.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ..quantized.elements import pack, unpack
+from ..quantized.elements import repack
 from ..quantized.scheme import Scheme
 
 Components = dict[str, torch.Tensor]
@@ -23,6 +24,12 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def present(tensor: Any, names: Iterable[str]) -> Components:
+    """Attribute -> buffer, of those attributes that are not None."""
+    found = {name: getattr(tensor, name) for name in names}
+    return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+
 class BlockAdapter:
     """One block-scaled class."""
 
@@ -30,6 +37,7 @@ class BlockAdapter:
     """Whether two codes share a byte, along the axis of the blocks."""
     columnwise_codes_transposed = True
     """Whether `_columnwise_data` is (K, M)."""
+    scale_dtype = torch.uint8
 
     def scheme(self, tensor: Any) -> Scheme:
         """The scheme of a tensor."""
@@ -40,14 +48,41 @@ class BlockAdapter:
         if all(getattr(tensor, f"_{name}_data") is None for name in DIRECTIONS):
             return "without codes"
         for name in DIRECTIONS:
-            missing = [buffer for buffer in self.buffers(name) if getattr(tensor, buffer) is None]
+            missing = [buffer for buffer in self.scale_names(name) if getattr(tensor, buffer) is None]
             if self._has(tensor, name) and missing:
                 return f"without {', '.join(missing)}"
-        return f"of {tensor.dim()} axes" if tensor.dim() != 2 else None
+        if tensor.dim() != 2:
+            return f"of {tensor.dim()} axes"
+        found = (self._misshapen(tensor, name) for name in DIRECTIONS if self._has(tensor, name))
+        return next((what for what in found if what is not None), None)
 
-    def buffers(self, name: str) -> list[str]:
+    def _misshapen(self, tensor: Any, name: str) -> str | None:
+        """What is wrong with the dtype or the shape of the buffers of direction `name`, or None."""
+        shape, amax = tuple(tensor.shape), self.amax(tensor, name)
+        packed = tuple(s // 2 if self.packed and a == _packed_axis(name) else s for a, s in enumerate(shape))
+        grid = tuple(_ceil_div(s, b) for s, b in zip(shape, self.blocks(tensor, name), strict=True))
+        checks = [
+            ("codes", self.code_view(tensor, name), torch.uint8, packed),
+            ("scales", self.scale_view(tensor, name), self.scale_dtype, grid),
+        ]
+        if amax is not None:
+            checks.append(("amax", amax, torch.float32, (shape[0] if self.row_scaled(tensor) else 1, 1)))
+        for what, found, dtype, expected in checks:
+            if (found.dtype, tuple(found.shape)) != (dtype, expected):
+                return f"with {name} {what} of {found.dtype} {list(found.shape)} for {dtype} {list(expected)}"
+        return None
+
+    def row_scaled(self, tensor: Any) -> bool:
+        """Whether there is one amax per row."""
+        return False
+
+    def scale_names(self, name: str) -> list[str]:
         """Attributes that go with the codes of direction `name`."""
         return [f"_{name}_scale_inv"]
+
+    def buffers(self, tensor: Any) -> Components:
+        """Attribute -> buffer, of those that are there."""
+        return present(tensor, [n for name in DIRECTIONS for n in (f"_{name}_data", *self.scale_names(name))])
 
     def blocks(self, tensor: Any, name: str) -> Blocks:
         """Elements per entry of the class's own scale array of direction `name`; may be finer than the scheme's."""
@@ -117,7 +152,7 @@ class BlockAdapter:
         """Codes of one direction as those of the other, which holds the same values."""
         if not self.packed:
             return codes
-        return pack(unpack(codes, _packed_axis(source)), _packed_axis(target))
+        return repack(codes, _packed_axis(source), _packed_axis(target))
 
     def _compact(self, tensor: Any, name: str, block: Blocks) -> torch.Tensor:
         """Scales on the scheme's blocks."""
@@ -167,6 +202,8 @@ def _quantizer_flag(tensor: Any, name: str) -> int:
 
 class Blockwise(BlockAdapter):
     """Float8BlockwiseQTensor: 128x128 or 1x128 blocks, float32 scales."""
+
+    scale_dtype = torch.float32
 
     def scheme(self, tensor: Any) -> Scheme:
         """See `BlockAdapter.scheme`."""
@@ -254,9 +291,13 @@ class NVFP4(BlockAdapter):
         rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
         return (buffer.t() if name == "columnwise" else buffer)[:rows, :columns].view(torch.uint8)
 
-    def buffers(self, name: str) -> list[str]:
-        """See `BlockAdapter.buffers`."""
+    def scale_names(self, name: str) -> list[str]:
+        """See `BlockAdapter.scale_names`."""
         return [f"_{name}_scale_inv", f"_amax_{name}"]
+
+    def row_scaled(self, tensor: Any) -> bool:
+        """See `BlockAdapter.row_scaled`."""
+        return bool(_flag(tensor, "_row_scaled_nvfp4"))
 
     def amax(self, tensor: Any, name: str) -> torch.Tensor | None:
         """See `BlockAdapter.amax`."""

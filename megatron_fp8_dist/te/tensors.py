@@ -14,7 +14,7 @@ import torch
 from ..errors import PlanningError, Problem
 from ..quantized.scheme import Scheme
 from ..quantized.tensor import BlockScaledTensor
-from .blocks import MXFP8, NVFP4, Blockwise, Components, element_of
+from .blocks import MXFP8, NVFP4, Blockwise, Components, element_of, present
 
 
 class _Adapter(Protocol):
@@ -31,6 +31,9 @@ class _Adapter(Protocol):
 
     def components(self, tensor: Any) -> Components:
         """Components in logical orientation."""
+
+    def buffers(self, tensor: Any) -> Components:
+        """Attribute -> buffer, of those that are there."""
 
     def write(self, tensor: Any, components: Components) -> None:
         """Put components into the buffers, in place; every direction is restored, derived or marked invalid."""
@@ -62,6 +65,9 @@ class _Float8:
             "rowwise_data": codes,
             "rowwise_scale_inv": tensor._scale_inv.reshape((1,) * tensor.dim()),
         }
+
+    def buffers(self, tensor: Any) -> Components:
+        return present(tensor, ["_data", "_transpose", "_scale_inv"])
 
     def write(self, tensor: Any, components: Components) -> None:
         codes = components["rowwise_data"]
@@ -169,6 +175,11 @@ def scheme_of(value: torch.Tensor) -> Scheme:
 def directions_of(value: torch.Tensor) -> list[str]:
     """Names of the scheme's directions that a quantized tensor has, or that follow exactly from what it has."""
     return list(value.directions) if isinstance(value, BlockScaledTensor) else _adapter(value).directions(value)
+
+
+def buffers(value: torch.Tensor) -> Components:
+    """Name -> memory of a quantized tensor of either kind, as it lies: all that a restore writes."""
+    return value.components() if isinstance(value, BlockScaledTensor) else _adapter(value).buffers(value)
 
 
 def exact_part(value: torch.Tensor) -> BlockScaledTensor:
