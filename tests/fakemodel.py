@@ -85,12 +85,6 @@ def pick(whole: Sides, indices: Sequence[NDArray[np.int64]]) -> Sides:
     return {direction: side[np.ix_(*indices)] for direction, side in whole.items()}
 
 
-def one_amax(sides: Sides, kept: str | None = None) -> Sides:
-    """The same shard with one amax in all directions, as quantizations of one tensor have: that of `kept`, if given."""
-    amax = sides[kept or next(iter(sides))].amax
-    return {direction: replace(side, amax=amax) for direction, side in sides.items()}
-
-
 def put(whole: Sides, shape: Sequence[int], indices: Sequence[NDArray[np.int64]], part: Sides) -> None:
     """Fill in the elements of a shard of a weight of `shape`; what is not known yet is 0."""
     window = np.ix_(*indices)

@@ -16,8 +16,8 @@ from megatron_fp8_dist import Scheme
 from megatron_fp8_dist.compat.host import ShardedTensor
 from megatron_fp8_dist.options import LoadOptions
 from tests import elements
-from tests.elements import Sides, conform, random_sides, rule_of, sides_of, tensor_of
-from tests.fakemodel import Layout, one_amax, pick, put
+from tests.elements import Sides, conform, random_sides, sides_of, tensor_of
+from tests.fakemodel import Layout, pick, put
 from tests.fakeranks import DIRECTORY, Rank, Recorder, blank, load, save
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ each_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=scheme_id)
 
 def side_of(scheme: Scheme) -> int:
     """The longer side of a block."""
-    return max(max(b) for b in rule_of(scheme).blocks.values())
+    return max(max(b) for b in elements.rule_of(scheme).blocks.values())
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,13 @@ def saved(
     seed: int = 0,
 ) -> Saved:
     """Save a stack of weights, each shard of them quantized alone."""
-    rng, stored = np.random.default_rng(seed), list(directions or rule_of(scheme).blocks)
+    rng, stored = np.random.default_rng(seed), list(directions or elements.rule_of(scheme).blocks)
     ranks, whole = [one_rank() for _ in range(cut.parts)], dict[Stack, Sides]()
     for index in itertools.product(*map(range, stack)):
         for part, rank in enumerate(ranks):
             indices = cut.indices(shape, part)
             size = tuple(len(i) for i in indices)
-            sides = one_amax(random_sides(scheme, size, rng, stored, choices=choices, amax=amax))
+            sides = random_sides(scheme, size, rng, stored, choices=choices, amax=amax)
             put(whole.setdefault(index, {}), shape, indices, sides)
             tensor = torch.nn.Parameter(tensor_of(sides, scheme))
             hold(rank, str(index), cut.entry(tensor, shape, part, stack, index), tensor)
@@ -155,7 +155,7 @@ def saved(
 
 def empty(scheme: Scheme, size: tuple[int, ...], directions: Sequence[str] | None = None) -> torch.nn.Parameter:
     """A destination, with bytes that no test saves."""
-    names = directions or rule_of(scheme).blocks
+    names = directions or elements.rule_of(scheme).blocks
     sides = random_sides(scheme, size, np.random.default_rng(99), names, choices=1)
     return torch.nn.Parameter(blank(tensor_of(sides, scheme)))
 
@@ -175,7 +175,7 @@ def loaded(source: Saved, cut: Cut, directions: Sequence[str] | None = None, **o
     load(ranks, source.backend, DIRECTORY, source.manifest, LoadOptions(**options))
     for (part, rank), index in itertools.product(enumerate(ranks), source.whole):
         region = pick(source.whole[index], cut.indices(source.shape, part))
-        check(rank, str(index), region, source, list(directions or rule_of(source.scheme).blocks))
+        check(rank, str(index), region, source, list(directions or elements.rule_of(source.scheme).blocks))
     return ranks
 
 
@@ -189,5 +189,5 @@ def check(rank: Rank, name: str, region: Sides, source: Saved, wanted: list[str]
         np.testing.assert_array_equal(found[direction].amax, side.amax, err_msg=direction)
         np.testing.assert_array_equal(found[direction].codes, side.codes, err_msg=direction)
         changed = answer.again[direction]
-        assert elements.error_in_bound(answer.old[changed], found[direction][changed], rule_of(source.scheme))
+        assert elements.error_in_bound(answer.old[changed], found[direction][changed], elements.rule_of(source.scheme))
     assert (outcome.kind, outcome.requantized_blocks) == ("requantized" if answer.blocks else "exact", answer.blocks)
