@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megatron_fp8_dist.quantized.numerics import destination_edges
+from megatron_fp8_dist.quantized.regrid import destination_edges
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from tests.elements import Side, Sides

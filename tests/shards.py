@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_fp8_dist.quantized import numerics
 from megatron_fp8_dist.quantized.grid import Grid
 from megatron_fp8_dist.quantized.numerics import Direction
+from megatron_fp8_dist.quantized.regrid import destination_edges
 from megatron_fp8_dist.quantized.scheme import Scheme
 from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from tests import toyschemes
@@ -28,7 +28,7 @@ def make(name: str, shape: Sequence[int] = SHAPE, element: str = "E4M3", seed: i
     directions = {}
     for spec in scheme.directions:
         codes = torch.randint(0, 256, tuple(shape), dtype=torch.uint8, generator=generator)
-        edges = numerics.destination_edges(scheme, spec.scale, tuple(shape))
+        edges = destination_edges(scheme, spec.scale, tuple(shape))
         scales = torch.rand([len(e) - 1 for e in edges], generator=generator) + 0.5
         directions[spec.name] = Direction(codes, Grid(scales, edges))
     return BlockScaledTensor(scheme, directions)
@@ -49,6 +49,6 @@ def random_shard(shape: tuple[int, ...], seed: int, scale: float, scheme: Scheme
     """A whole quantized shard of random finite codes, all of one scale."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 0x7B, shape, dtype=torch.uint8, generator=generator)
-    edges = numerics.destination_edges(scheme, scheme.directions[0].scale, shape)
+    edges = destination_edges(scheme, scheme.directions[0].scale, shape)
     values = torch.full([len(e) - 1 for e in edges], scale)
     return BlockScaledTensor.from_components(scheme, {"rowwise_data": codes, "rowwise_scale_inv": values})

@@ -11,21 +11,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-import numpy as np
 import torch
 
 from .elements import decode, encode, encode_non_finite, pack, unpack
 from .grid import Grid, union
+from .regrid import (
+    bits_of,
+    destination_edges,
+    element_index,
+    reduce_grid,
+    reduce_groups,
+    reduce_into,
+    spread,
+    unequal_blocks,
+)
 from .scales import FLOAT32_MAX, MANTISSA_BITS, choose_scales, e8m0_to_float, least_amax
-from .scheme import SCALE_DTYPES, DirectionSpec, Edges, GridSpec, Scheme, block_edges
+from .scheme import SCALE_DTYPES, DirectionSpec, Edges, Scheme
 
 WORKING_SET_BYTES = 64 << 20
 """Most float32 bytes that a chunk of a conversion holds at a time."""
 
 _FLOAT32_BUFFERS = 4
-
-_ONE = {"float32": int(np.float32(1).view(np.int32)), "E8M0": 127, "E4M3": 0x38}
-"""Bits of a scale of 1, per scale format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,6 @@ def multipliers(direction: Direction, spec: DirectionSpec, scheme: Scheme) -> Gr
     # Transformer Engine's order, but where that overflows on its way to a value that does not.
     factors = torch.where(torch.isinf(product), block * (amax.values * constant), product * constant)
     return Grid(factors, scale.edges, scale.known)
-
-
-# --- chunks ----------------------------------------------------------------------------------------------------------
 
 
 Chunk = tuple[slice, ...]
@@ -126,90 +129,6 @@ def dequantize_into(out: torch.Tensor, direction: Direction, spec: DirectionSpec
     return out
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------
-
-
-def _block_index(edges: Edges, coarse: Edges) -> torch.Tensor:
-    """For each block of `edges`, the block of `coarse` that it lies in."""
-    return torch.from_numpy(np.searchsorted(coarse, edges[:-1], side="right") - 1)
-
-
-def _element_index(edges: Edges) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(np.arange(len(edges) - 1), np.diff(edges)))
-
-
-def _reduce(
-    values: torch.Tensor,
-    index: list[torch.Tensor],
-    sizes: list[int],
-    how: str,
-    start: float,
-) -> torch.Tensor:
-    """Reduce `values` axis by axis into groups; `index[a]` gives the group of each position on axis a."""
-    for axis, (group, size) in enumerate(zip(index, sizes, strict=True)):
-        shape = list(values.shape)
-        shape[axis] = size
-        out = torch.full(shape, start, dtype=values.dtype, device=values.device)
-        along = [-1 if a == axis else 1 for a in range(values.dim())]
-        where = group.to(values.device).view(along).expand(values.shape)
-        values = out.scatter_reduce_(axis, where, values, how)
-    return values
-
-
-def _reduce_grid(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -> torch.Tensor:
-    """Reduce a grid's values into the coarser blocks of `edges`, which must hold no edge that the grid has not."""
-    index = [_block_index(f, c) for f, c in zip(grid.edges, edges, strict=True)]
-    return _reduce(grid.values, index, [len(c) - 1 for c in edges], how, start)
-
-
-def _reduce_into(grid: Grid, edges: tuple[Edges, ...], how: str, start: float) -> torch.Tensor:
-    """Reduce a grid's values into the blocks of `edges`, whatever edges it has."""
-    for axis, coarse in enumerate(edges):
-        grid = grid.refine(axis, union([grid.edges[axis], coarse]))
-    return _reduce_grid(grid, edges, how, start)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Scales as signed integers, of a type that has room for values larger and smaller than those of any scale."""
-    return values.contiguous().view(torch.int32) if values.dtype == torch.float32 else values.to(torch.int16)
-
-
-def _from_bits(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return bits.view(torch.float32) if dtype == torch.float32 else bits.to(dtype)
-
-
-def unequal_blocks(
-    source: Grid, edges: tuple[Edges, ...], scale_format: str = "float32"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which blocks of a destination meet source blocks of different scale.
-
-    Args:
-        source: scales of the source.
-        edges: block edges of the destination, over the same elements.
-        scale_format: format of the scales.
-
-    Returns:
-        (unequal, values, empty) per destination block. Where `unequal` is False, `values` is the one scale of all
-        source blocks that the block meets, bit for bit; `empty` blocks have no known source, and scale 1.
-    """
-    if source.known is None and all(np.array_equal(a, b) for a, b in zip(source.edges, edges, strict=True)):
-        none = torch.zeros_like(source.values, dtype=torch.bool)
-        return none, source.values, none
-    fine = source
-    for axis, coarse in enumerate(edges):
-        fine = fine.refine(axis, union([fine.edges[axis], coarse]))
-    # Scales are not negative, so they order like their bits; equality must be of bits.
-    bits = _bits(fine.values)
-    info = torch.iinfo(bits.dtype)
-    low = bits if fine.known is None else torch.where(fine.known, bits, info.max)
-    high = bits if fine.known is None else torch.where(fine.known, bits, info.min)
-    low = _reduce_grid(Grid(low, fine.edges), edges, "amin", info.max)
-    high = _reduce_grid(Grid(high, fine.edges), edges, "amax", info.min)
-    empty = low > high
-    values = torch.where(empty, _ONE[scale_format], low)
-    return (low != high) & ~empty, _from_bits(values, source.values.dtype), empty
-
-
 def _block_amax(
     values_in: Callable[[Chunk], torch.Tensor],
     shape: tuple[int, ...],
@@ -219,31 +138,16 @@ def _block_amax(
     """float32 largest magnitude of each block; `values_in` gives the float32 values of a chunk."""
     sizes = [len(e) - 1 for e in edges]
     amax = torch.zeros(sizes, dtype=torch.float32, device=device)
-    index = [_element_index(e) for e in edges]
+    index = [element_index(e) for e in edges]
     for chunk in chunks(shape):
         groups = [blocks[window] for blocks, window in zip(index, chunk, strict=True)]
         low = [int(g[0]) for g in groups]
         met = [int(g[-1]) - first + 1 for g, first in zip(groups, low, strict=True)]
         own = [g - first for g, first in zip(groups, low, strict=True)]
-        part = _reduce(values_in(chunk).abs(), own, met, "amax", 0.0)
+        part = reduce_groups(values_in(chunk).abs(), own, met, "amax", 0.0)
         window = amax[tuple(slice(first, first + n) for first, n in zip(low, met, strict=True))]
         torch.maximum(window, part, out=window)
     return amax
-
-
-def spread(grid: Grid, edges: tuple[Edges, ...]) -> torch.Tensor:
-    """Values of a grid on the finer blocks of `edges`."""
-    for axis, fine in enumerate(edges):
-        grid = grid.refine(axis, union([grid.edges[axis], fine]))
-    return grid.values
-
-
-def destination_edges(scheme: Scheme, spec: GridSpec, shape: tuple[int, ...]) -> tuple[Edges, ...]:
-    """Block edges of a whole quantized shard of `shape`."""
-    return tuple(block_edges(s, b) for s, b in zip(shape, scheme.block(spec, len(shape)), strict=True))
-
-
-# --- quantize and requantize -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +190,15 @@ def _keep(
         return _Kept(unequal, blank, torch.ones_like(amax, dtype=torch.bool), amax)
     unequal, values, empty = unequal_blocks(source.scale, edges, spec.scale.scale_format)
     if scheme.flag("power_of_two") and not plain_scales_ok:
-        unequal = unequal | (_bits(values) & MANTISSA_BITS != 0)
+        unequal = unequal | (bits_of(values) & MANTISSA_BITS != 0)
     if spec.amax is None or source.amax is None:
         return _Kept(unequal, values, None, None)
     amax_edges = destination_edges(scheme, spec.amax, shape)
     amax_unequal, amax, _ = unequal_blocks(source.amax, amax_edges)
     if others is not source and others.amax is not None:
         # An amax that has no room for the values that come in from the other direction cannot be kept either.
-        top = _reduce_into(others.amax, amax_edges, "amax", 0.0)
-        touched = _reduce_into(Grid(unequal.to(torch.uint8), edges), amax_edges, "amax", 0) > 0
+        top = reduce_into(others.amax, amax_edges, "amax", 0.0)
+        touched = reduce_into(Grid(unequal.to(torch.uint8), edges), amax_edges, "amax", 0) > 0
         amax_unequal = amax_unequal | (touched & (top > amax))
     unequal = unequal | (spread(Grid(amax_unequal, amax_edges), edges) & ~empty)
     return _Kept(unequal, values, amax_unequal, amax)
@@ -355,7 +259,7 @@ def _quantize_again(
     amax_grid, spread_amax = None, None
     if spec.amax is not None and kept.amax is not None and kept.amax_unequal is not None:
         amax_edges = destination_edges(scheme, spec.amax, shape)
-        found = _reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0)
+        found = reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0)
         found = torch.where(found > 0, found.clamp(min=least_amax(scheme)), found)
         amax_grid = Grid(
             torch.where(kept.amax_unequal.to(device), found, kept.amax.to(device)),
@@ -403,7 +307,7 @@ def quantize(
         if spec.amax is not None:
             amax_edges = destination_edges(scheme, spec.amax, shape)
             amax_grid = Grid(
-                _reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0),
+                reduce_grid(Grid(block_amax, edges), amax_edges, "amax", 0.0),
                 amax_edges,
             )
             spread_amax = spread(amax_grid, edges)

@@ -19,6 +19,7 @@ from . import numerics
 from .elements import repack
 from .grid import Grid, cat, paste
 from .numerics import Direction
+from .regrid import destination_edges
 from .scheme import SCALE_DTYPES, DirectionSpec, Scheme
 
 
@@ -191,9 +192,7 @@ class BlockScaledTensor(torch.Tensor):
             np.array_equal(mine, own)
             for spec, direction in self.specs()
             for grid_spec, grid in zip(spec.grids, direction.grids, strict=True)
-            for mine, own in zip(
-                grid.edges, numerics.destination_edges(self.scheme, grid_spec, tuple(self.shape)), strict=True
-            )
+            for mine, own in zip(grid.edges, destination_edges(self.scheme, grid_spec, tuple(self.shape)), strict=True)
         )
 
     def write_(self, source: BlockScaledTensor) -> None:
@@ -323,7 +322,7 @@ def _direction(scheme: Scheme, spec: DirectionSpec, components: Mapping[str, tor
         if grid.component not in components:
             raise ValueError(f"component {grid.component} is missing; found {', '.join(sorted(components))}")
         values = components[grid.component]
-        edges = numerics.destination_edges(scheme, grid, shape)
+        edges = destination_edges(scheme, grid, shape)
         expected = SCALE_DTYPES[grid.scale_format], tuple(len(e) - 1 for e in edges)
         if (values.dtype, tuple(values.shape)) != expected:
             raise ValueError(
