@@ -27,8 +27,10 @@ from megatron_fp8_dist.quantized.tensor import BlockScaledTensor
 from megatron_fp8_dist.sharding.expand import ComponentShard, values_of
 from megatron_fp8_dist.sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
 from megatron_fp8_dist.sharding.load_task import Outcome
-from megatron_fp8_dist.sharding.manifest import Manifest, build_manifest, check_against_index, metadata_digest
+from megatron_fp8_dist.sharding.manifest import Manifest
+from megatron_fp8_dist.sharding.records import build_manifest
 from megatron_fp8_dist.sharding.save_plan import check_replicas, describe, expand_for_save, mixed_stacks, rehearse
+from megatron_fp8_dist.sharding.stored import check_against_index, metadata_digest
 from tests.elementwise import Elements, component_bytes, conform, elements_of, float_bits, joined, raw, scaled
 from tests.fakemodel import CUT_AXIS, Index, Layout, Model, Place, Weight
 from tests.shards import random_shard

@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 
 from megatron_fp8_dist.errors import ManifestError
 from megatron_fp8_dist.sharding.layout import Box, EvenGrid, Fragment, TensorEntry, component_key, logical_key
-from megatron_fp8_dist.sharding.manifest import (
-    FragmentRecord,
-    Manifest,
-    MixedStack,
-    StackRef,
-    build_manifest,
-    check_against_index,
-)
+from megatron_fp8_dist.sharding.manifest import Manifest, MixedStack
+from megatron_fp8_dist.sharding.records import FragmentRecord, StackRef, build_manifest
+from megatron_fp8_dist.sharding.stored import check_against_index
 from tests.manifests import E4M3, E5M2, ROWWISE, SCALE, manifest
 
 pytest_plugins = ["tests.pure"]

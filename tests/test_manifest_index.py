@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from megatron_fp8_dist.sharding.layout import Box, logical_key
-from megatron_fp8_dist.sharding.manifest import (
-    MAX_MISSING_LAYERS,
-    Manifest,
-    StoredTensor,
-    check_against_index,
-    metadata_digest,
-)
+from megatron_fp8_dist.sharding.manifest import Manifest
+from megatron_fp8_dist.sharding.stored import MAX_MISSING_LAYERS, StoredTensor, check_against_index, metadata_digest
 from tests.manifests import SCALE, manifest
 
 pytest_plugins = ["tests.pure"]

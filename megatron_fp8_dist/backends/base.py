@@ -10,7 +10,7 @@ import torch
 
 from ..errors import Problem
 from ..sharding.layout import Region
-from ..sharding.manifest import StoredTensor
+from ..sharding.stored import StoredTensor
 
 
 @runtime_checkable

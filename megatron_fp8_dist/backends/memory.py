@@ -13,7 +13,7 @@ from ..compat.host import ShardedObject, is_main_replica, sharded_leaves
 from ..errors import IncompleteCheckpointError, Problem, StorageError
 from ..sharding.expand import global_box, walk
 from ..sharding.layout import Box, Region
-from ..sharding.manifest import StoredTensor
+from ..sharding.stored import StoredTensor
 from ..transfer import to_host
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..compat import host
 from ..errors import IncompleteCheckpointError, Problem, StorageError
 from ..sharding.layout import Box, Region
-from ..sharding.manifest import StoredTensor
+from ..sharding.stored import StoredTensor
 from ..transfer import to_host
 from .torch_files import DirectReader
 

@@ -17,8 +17,8 @@ from ..errors import Problem, StorageError
 from ..te import tensors
 from .cuts import check_cuts, find_cuts
 from .layout import Box, layer_key, logical_key
-from .manifest import FragmentRecord
 from .pickling import pickled_parts
+from .records import FragmentRecord
 
 RESERVED = "megatron_fp8_dist"
 """The one key of the dict that a model entry builds; merging tells its own build by it."""

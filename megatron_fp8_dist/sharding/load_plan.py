@@ -31,8 +31,9 @@ from .expand import (
 )
 from .layout import layer_key
 from .load_task import LoadTask, Scales
-from .manifest import Manifest, StoredTensor
+from .manifest import Manifest
 from .reshard import Source, grid_region, piece_regions, plan_source
+from .stored import StoredTensor
 
 _META = torch.device("meta")
 

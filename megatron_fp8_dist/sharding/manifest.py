@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,9 +19,7 @@ from .layout import (
     Fragment,
     Shape,
     TensorEntry,
-    component_key,
     layer_key,
-    logical_key,
     phases,
     slot_count,
     tiles,
@@ -31,40 +27,7 @@ from .layout import (
 
 FORMAT = "megatron_fp8_dist"
 VERSION = 1
-MAX_MISSING_LAYERS = 10
-"""A mixed stack is reported with at most so many missing layers."""
 FILE_NAME = "fp8_manifest.json"
-
-
-@dataclass(frozen=True, slots=True)
-class StackRef:
-    """That a tensor is one layer of a mixed stack."""
-
-    key: str
-    layer: int
-    num_layers: int
-
-
-@dataclass(frozen=True, slots=True)
-class FragmentRecord:
-    """What a rank says of one fragment that it saves; travels with the fragment's codes."""
-
-    key: str
-    scheme: Scheme
-    nominal_dtype: str
-    global_shape: Shape
-    prepended_axes: int
-    directions: tuple[str, ...]
-    fragment: Fragment
-    slots: tuple[tuple[str, Shape], ...]
-    """(scale component, slots per axis)."""
-    even: bool
-    stack: StackRef | None = None
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the fragment."""
-        return self.fragment.box.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +37,6 @@ class MixedStack:
     num_layers: int
     quantized: tuple[int, ...]
     """Layers that are quantized; the others are stored in high precision."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What a backend's own metadata says of one stored tensor."""
-
-    dtype: torch.dtype
-    shape: Shape
-    chunks: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,146 +306,3 @@ def _slot_choices(scheme: Scheme, spec: GridSpec, fragment: Shape, prepended_axe
         (slot_count(s, b, cut=False), slot_count(s, b, cut=True, phase=1)) for s, b in zip(own, blocks, strict=True)
     ]
     return {(1,) * prepended_axes + choice for choice in product(*counts)}
-
-
-def build_manifest(records: Iterable[FragmentRecord], writer: Mapping[str, str | None]) -> Manifest:
-    """The manifest of the fragments that all ranks save (main replicas only), without digest.
-
-    Raises:
-        ManifestError: fragments of one key contradict each other.
-    """
-    by_key: dict[str, list[FragmentRecord]] = defaultdict(list)
-    for record in records:
-        by_key[record.key].append(record)
-    problems: list[Problem] = []
-    tensors = {}
-    for key, group in by_key.items():
-        entry = _entry_of(key, group, problems)
-        if entry is not None:
-            tensors[key] = entry
-    layers: dict[str, dict[int, int]] = defaultdict(dict)
-    for group in by_key.values():
-        if group[0].stack is not None:
-            layers[group[0].stack.key][group[0].stack.layer] = group[0].stack.num_layers
-    if problems:
-        raise ManifestError("the ranks' quantized tensors do not fit together", problems)
-    mixed = {key: MixedStack(max(found.values()), tuple(sorted(found))) for key, found in layers.items()}
-    return Manifest(tensors=tensors, mixed=mixed, writer=writer)
-
-
-def _entry_of(key: str, group: Sequence[FragmentRecord], problems: list[Problem]) -> TensorEntry | None:
-    first = group[0]
-    common = ["scheme", "nominal_dtype", "global_shape", "prepended_axes", "directions", "even"]
-    for name in [*common, "slots", "shape"] if first.even else common:
-        values = {getattr(r, name) for r in group}
-        if len(values) > 1:
-            problems.append(
-                Problem(key, f"{name} {' and '.join(sorted(map(str, values)))}", f"one {name} on all ranks")
-            )
-            return None
-    fragments = tuple(sorted((r.fragment for r in group), key=lambda f: f.box.offset))
-    base = (first.scheme, first.nominal_dtype, first.global_shape, first.prepended_axes, first.directions)
-    if not _covers(first, fragments):
-        found = f"{len(fragments)} fragments in all main replicas"
-        problems.append(Problem(key, found, f"fragments that fill {list(first.global_shape)}, each saved once"))
-        return None
-    if not first.even:
-        return TensorEntry(*base, None, fragments)
-    shape = first.shape
-    axes = [
-        _axis_phases(key, axis, fragments, shape[axis], first.global_shape[axis], problems)
-        for axis in range(len(shape))
-    ]
-    return TensorEntry(*base, EvenGrid(shape, dict(first.slots), tuple(axes)))
-
-
-def _covers(first: FragmentRecord, fragments: Sequence[Fragment]) -> bool:
-    """Whether fragments fill the tensor, each once."""
-    if not first.even:
-        return tiles([f.box for f in fragments], first.global_shape)
-    pairs = list(zip(first.global_shape, first.shape, strict=True))
-    count = math.prod(g // s if s else 1 for g, s in pairs)
-    return all(s == 0 or g % s == 0 for g, s in pairs) and len({f.box for f in fragments}) == len(fragments) == count
-
-
-def _axis_phases(
-    key: str, axis: int, fragments: Sequence[Fragment], size: int, total: int, problems: list[Problem]
-) -> tuple[tuple[int, int], ...]:
-    found: dict[int, int] = {}
-    for fragment in fragments:
-        index = fragment.box.offset[axis] // size if size else 0
-        if found.setdefault(index, fragment.phase[axis]) != fragment.phase[axis]:
-            problems.append(Problem(key, f"two phases at fragment {index} of axis {axis}", "one"))
-    runs: list[tuple[int, int]] = []
-    for index in range(total // size if size else 1):
-        phase = found.get(index, 0)
-        if runs and runs[-1][1] == phase:
-            runs[-1] = (runs[-1][0] + 1, phase)
-        else:
-            runs.append((1, phase))
-    return tuple(runs)
-
-
-def metadata_digest(index: Mapping[str, StoredTensor]) -> str:
-    """Digest of the component keys, shapes and chunk lists of a backend's metadata."""
-    rows = [
-        [key, str(t.dtype), list(t.shape), sorted([list(c.offset), list(c.shape)] for c in t.chunks)]
-        for key, t in sorted(index.items())
-        if logical_key(key) is not None
-    ]
-    return "sha256:" + hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-
-
-def check_against_index(manifest: Manifest, index: Mapping[str, StoredTensor]) -> list[Problem]:
-    """Everything in which a manifest and the metadata of the files beside it disagree."""
-    problems = []
-    expected: set[str] = set()
-    for key, entry in manifest.tensors.items():
-        for stored, component, shape in entry.stored(key):
-            expected.add(stored)
-            problems += _check_component(stored, component, shape, entry, index.get(stored))
-        if key in index:
-            problems.append(Problem(key, f"a plain tensor beside {component_key(key, '...')}", "one or the other"))
-        problems += _check_chunks(key, entry, index)
-    for key, stack in manifest.mixed.items():
-        plain = (layer_key(key, i) for i in range(stack.num_layers) if i not in stack.quantized)
-        missing = islice((name for name in plain if name not in index), MAX_MISSING_LAYERS)
-        problems += [Problem(n, "nothing", "a high-precision layer of a mixed stack") for n in missing]
-        if key in index:
-            problems.append(
-                Problem(key, f"a plain tensor beside its layers {layer_key(key, 0)}, ...", "one or the other")
-            )
-    for key in index:
-        if logical_key(key) is not None and key not in expected:
-            problems.append(Problem(key, "a stored component", "nothing: no manifest knows it"))
-    if manifest.tensors and not problems and metadata_digest(index) != manifest.digest:
-        problems.append(
-            Problem(FILE_NAME, f"digest {manifest.digest}", f"{metadata_digest(index)}, as the files' metadata has it")
-        )
-    return problems
-
-
-def _check_chunks(key: str, entry: TensorEntry, index: Mapping[str, StoredTensor]) -> list[Problem]:
-    """Whether the stored chunks of codes are the fragments, each once."""
-    problems = []
-    for spec in entry.specs():
-        codes = index.get(component_key(key, spec.data))
-        if codes is None:
-            continue
-        boxes = {Box(spec.logical_shape(c.offset), spec.logical_shape(c.shape)) for c in codes.chunks}
-        if not len(codes.chunks) == len(boxes) == entry.num_fragments or not all(map(entry.is_fragment, boxes)):
-            found = f"{len(codes.chunks)} stored chunks"
-            problems.append(Problem(key, found, f"the {entry.num_fragments} fragments of the manifest"))
-    return problems
-
-
-def _check_component(
-    stored: str, component: str, shape: Shape, entry: TensorEntry, found: StoredTensor | None
-) -> list[Problem]:
-    dtype = entry.dtype(component)
-    expected = f"{dtype} of shape {list(shape)}"
-    if found is None:
-        return [Problem(stored, "nothing", expected, "A component is missing: restore the files, or use another save.")]
-    if (found.dtype, found.shape) != (dtype, shape):
-        return [Problem(stored, f"{found.dtype} of shape {list(found.shape)}", expected)]
-    return []

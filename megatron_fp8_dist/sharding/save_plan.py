@@ -33,7 +33,8 @@ from .expand import (
     walk,
 )
 from .layout import Fragment, component_key, grid_shape, layer_key, phases, slot_count, uneven_key
-from .manifest import FragmentRecord, Manifest, StackRef
+from .manifest import Manifest
+from .records import FragmentRecord, StackRef
 
 Stored = tuple[Scheme, tuple[str, ...]]
 """Scheme and directions: what all fragments of one key have in common."""

@@ -18,7 +18,8 @@ from ..options import LoadOptions, SaveOptions
 from ..report import LoadReport, record
 from ..sharding.expand import check_entries, check_model, outside_autograd, unexpanded
 from ..sharding.load_plan import LoadPlan, expand_for_load, finish_plan, plan_tasks
-from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, check_against_index
+from ..sharding.manifest import Manifest
+from ..sharding.records import FragmentRecord, build_manifest
 from ..sharding.save_plan import (
     check_replicas,
     describe,
@@ -28,6 +29,7 @@ from ..sharding.save_plan import (
     plain_layers,
     rehearse,
 )
+from ..sharding.stored import check_against_index
 from .collective import attempt, from_first, gather, gather_to_first, rank, refuse
 
 

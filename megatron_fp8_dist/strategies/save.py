@@ -19,8 +19,10 @@ from ..options import SaveOptions
 from ..report import SaveReport, record
 from ..sharding.expand import ComponentShard
 from ..sharding.layout import logical_key
-from ..sharding.manifest import FragmentRecord, Manifest, build_manifest, metadata_digest
+from ..sharding.manifest import Manifest
+from ..sharding.records import FragmentRecord, build_manifest
 from ..sharding.save_plan import fragment_records, main_components
+from ..sharding.stored import metadata_digest
 from ..te import tensors
 from .collective import attempt, from_first, gather_to_first, rank, refuse
 
