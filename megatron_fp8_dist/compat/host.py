@@ -92,6 +92,15 @@ class _HostCopyPlanner(torch_dist.MCoreSavePlanner):
         return self._to_host(data).contiguous() if isinstance(data, torch.Tensor) else data
 
 
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, which writes the directory into `.metadata` as text, as Megatron's does, not as a Path."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory."""
+        return str(self.path)
+
+
 def save_torch_dist(
     sharded_state_dict: Any,
     checkpoint_dir: Path,
@@ -111,7 +120,7 @@ def save_torch_dist(
         warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
         dcp.save(
             torch_dist.mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=thread_count),
+            storage_writer=_Writer(checkpoint_dir, thread_count=thread_count),
             planner=_HostCopyPlanner(to_host),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -202,6 +203,11 @@ def component_leaves(leaf: Any, stack: StackRef | None, cut: bool) -> dict[str, 
         even=even,
         stack=stack,
     )
+    if not even and fragment.box.size == 0 and math.prod(leaf.global_shape):
+        # Others fill the tensor. What has no elements stores nothing: it begins where another fragment begins.
+        nothing = _codes_leaf(leaf, specs[0], data.directions[specs[0].name].codes, fragment)
+        nothing.replica_id = 1
+        return {specs[0].data: nothing}
     out = {}
     for spec in specs:
         direction = data.directions[spec.name]

@@ -101,7 +101,7 @@ def load(
         What `dist_checkpointing.load` returns.
 
     Raises:
-        FP8CheckpointError: on all ranks alike. Up to a StorageError no parameter was changed; after one the model must
+        FP8CheckpointError: on all ranks alike. Until a StorageError no parameter was changed; after one the model must
             not be used.
     """
     started = time.perf_counter()

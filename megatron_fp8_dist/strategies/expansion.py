@@ -82,7 +82,9 @@ def expand_quantized(
     load_options = options or LoadOptions()
     if not isinstance(load_options, LoadOptions):
         raise TypeError("expanding for a load (checkpoint_dir=) takes LoadOptions")
-    return expand_load(sharded_state_dict, Path(checkpoint_dir), load_options, model, process_group).state_dict
+    expansion = expand_load(sharded_state_dict, Path(checkpoint_dir), load_options, model, process_group)
+    record(expansion.report)
+    return expansion.state_dict
 
 
 def _parameters(model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> Iterable[tuple[str, torch.Tensor]]:
@@ -187,7 +189,6 @@ def expand_load(
 
     planned = attempt(lambda: outside_autograd(plan), group)
     report = _report(planned, directory, group)
-    record(report)
     return LoadExpansion(expand_for_load(state_dict, planned), planned, report, backend)
 
 

@@ -53,14 +53,15 @@ class FP8LoadShardedStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc
 
         Raises:
             PlanningError: the state dict was not expanded; nothing was read.
-            StorageError: a read failed; no parameter was changed.
+            StorageError: a read failed. No quantized parameter was changed; others are read in place and may be.
         """
         directory = Path(checkpoint_dir)
         # Always, plan or not: a rank that failed in Megatron's own checks meets the others here, before they read.
         attempt(lambda: None if self.plan else _check_leaves(sharded_state_dict, directory))
         newest = last_report()
         of_this = isinstance(newest, LoadReport) and Path(newest.checkpoint_dir).resolve() == directory.resolve()
-        self.report = newest if isinstance(newest, LoadReport) and of_this else None
+        # With a plan of its own, `megatron_fp8_dist.load` sets the report when all is done.
+        self.report = newest if isinstance(newest, LoadReport) and of_this and self.plan is None else None
         reader = super().load if self.inner is None else self.inner.load
         return attempt(lambda: reader(sharded_state_dict, directory, *host_args))
 
