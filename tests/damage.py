@@ -86,6 +86,36 @@ def drop(directory: Path, key: str) -> None:
     put_metadata(directory, changed)
 
 
+def replace_places(
+    directory: Path, key: str, change: Callable[[Any], Any | None], at: tuple[int, ...] | None = None
+) -> None:
+    """Let `.metadata` say another place of a stored tensor, or of its chunk `at` an offset; None loses it."""
+    changed = metadata(directory)
+    for index, info in list(changed.storage_data.items()):
+        if index.fqn == key and at in (None, tuple(index.offset or ())):
+            del changed.storage_data[index]
+            new = change(info)
+            if new is not None:
+                changed.storage_data[index] = new
+    put_metadata(directory, changed)
+
+
+def exchange_places(directory: Path, key: str, *at: tuple[int, ...]) -> None:
+    """Let `.metadata` say of two chunks of a stored tensor that each lies where the other one does."""
+    changed = metadata(directory)
+    a, b = (i for i in changed.storage_data if i.fqn == key and tuple(i.offset) in at)
+    places = changed.storage_data
+    places[a], places[b] = places[b], places[a]
+    put_metadata(directory, changed)
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    """The data with one bit flipped."""
+    out = bytearray(data)
+    out[bit // 8] ^= 1 << bit % 8
+    return bytes(out)
+
+
 def declare(
     directory: Path, key: str, *, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from megatron_fp8_dist import FP8SaveShardedStrategy, load, save
+from megatron_fp8_dist.backends.torch_files import DirectReader
 from megatron_fp8_dist.compat.host import HOST_VERSION
 from megatron_fp8_dist.errors import FP8CheckpointError
 from megatron_fp8_dist.te import tensors
@@ -224,14 +226,18 @@ def bad_scale(directory: Path) -> None:
 def reader_fails(directory: Path, part: str) -> None:
     """The culprit's disk fails when it reads the tensors whose key ends in `part`; planning has read the scales."""
     save(toy().sharded_state_dict(), directory)
-    read = FileSystemReader.read_data
 
-    def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        if any(item.storage_index.fqn.endswith(part) for item in plan.items):
-            failing()
-        return read(self, plan, planner)
+    def failing_at(read: Any) -> Any:
+        def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+            if any(item.storage_index.fqn.endswith(part) for item in plan.items):
+                failing()
+            return read(self, plan, planner)
 
-    with mock.patch.object(FileSystemReader, "read_data", read_data if culprit() else read):
+        return read_data
+
+    with ExitStack() as stack:
+        for reader in (FileSystemReader, DirectReader) if culprit() else ():
+            stack.enter_context(mock.patch.object(reader, "read_data", failing_at(reader.read_data)))
         load(toy(blank=True).sharded_state_dict(), directory)
 
 

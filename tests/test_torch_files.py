@@ -79,10 +79,12 @@ def test_what_lies_in_order_is_read_directly(key: str, directory: Path, direct: 
     assert direct.keys == (["transposed"] if key == "transposed" else [])
 
 
-def test_small_chunks_are_left_to_dcp(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_are_read_whole(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = Left(monkeypatch)
-    TorchDistBackend().read(directory, [Region("row", Box((0,), (50,)), (50,))])
-    assert left.keys == ["row"]
+    monkeypatch.delattr(torch_files, "_read_box")
+    (found,) = TorchDistBackend().read(directory, [Region("row", Box((10,), (30,)), (50,))])
+    np.testing.assert_array_equal(raw(found), raw(STORED["row"][10:40]))
+    assert left.keys == []
 
 
 @pytest.mark.usefixtures("direct")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -23,6 +29,9 @@ from ..transfer import to_host
 from .torch_files import DirectReader
 
 _METADATA = ".metadata"
+_REMEDY = f"{_METADATA} is damaged: restore it, or use another save."
+
+T = TypeVar("T")
 
 
 class TorchDistBackend:
@@ -68,15 +77,7 @@ class TorchDistBackend:
 
     def index(self, checkpoint_dir: Path) -> dict[str, StoredTensor]:
         """See `Backend.index`."""
-        return {
-            key: StoredTensor(
-                dtype=entry.properties.dtype,
-                shape=tuple(entry.size),
-                chunks=tuple(Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
-            )
-            for key, entry in self._metadata(checkpoint_dir).state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        return self._from_metadata(checkpoint_dir, _index)
 
     def read(self, checkpoint_dir: Path, regions: Sequence[Region]) -> list[torch.Tensor]:
         """See `Backend.read`. Of a small stored chunk all is read, whatever part of it is wanted."""
@@ -90,7 +91,8 @@ class TorchDistBackend:
                 dcp.load({}, storage_reader=self._reader_of(checkpoint_dir), planner=planner, no_dist=True)
         except host.CheckpointException as e:
             # Without collectives DCP knows one rank, and calls it 0: the caller knows better.
-            problems = [p.at(()) for p in _failures(e, checkpoint_dir, "readable regions")]
+            own = [p for cause, _ in e.failures.values() if isinstance(cause, StorageError) for p in cause.problems]
+            problems = own or [p.at(()) for p in _failures(e, checkpoint_dir, "readable regions")]
             raise StorageError("reading failed", problems) from e
         except StorageError:
             raise
@@ -104,23 +106,20 @@ class TorchDistBackend:
             self._reader = DirectReader(checkpoint_dir)
         return self._reader
 
-    def _metadata(self, checkpoint_dir: Path) -> Metadata:
+    def _from_metadata(self, checkpoint_dir: Path, read: Callable[[Metadata], T]) -> T:
         if not (checkpoint_dir / _METADATA).is_file():
             problem = Problem(str(checkpoint_dir), f"no {_METADATA}", "the metadata file of a torch_dist checkpoint")
             raise IncompleteCheckpointError("the checkpoint is not complete", [problem])
         try:
-            return self._reader_of(checkpoint_dir).read_metadata()
-        except Exception as e:  # a damaged pickle can raise anything
+            return read(self._reader_of(checkpoint_dir).read_metadata())
+        except Exception as e:  # a damaged pickle can raise anything, and hold anything
             problem = Problem(_METADATA, f"{type(e).__name__}: {e}", "readable metadata")
             raise StorageError("the checkpoint's metadata cannot be read", [problem]) from e
 
     def damage(self, checkpoint_dir: Path) -> list[Problem]:
         """See `Backend.damage`."""
-        ends: dict[str, int] = defaultdict(int)
-        for item in (self._metadata(checkpoint_dir).storage_data or {}).values():
-            ends[item.relative_path] = max(ends[item.relative_path], item.offset + item.length)
-        problems = []
-        for name, end in sorted(ends.items()):
+        ends, problems = self._from_metadata(checkpoint_dir, lambda m: (_ends(m), [*_misplaced(m), *_overlapping(m)]))
+        for name, end in ends.items():
             path = checkpoint_dir / name
             size = path.stat().st_size if path.is_file() else None
             if size is None or size < end:
@@ -131,6 +130,51 @@ class TorchDistBackend:
                     )
                 )
         return problems
+
+
+def _index(metadata: Metadata) -> dict[str, StoredTensor]:
+    return {
+        key: StoredTensor(
+            dtype=entry.properties.dtype,
+            shape=tuple(entry.size),
+            chunks=tuple(Box(tuple(c.offsets), tuple(c.sizes)) for c in entry.chunks),
+        )
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _ends(metadata: Metadata) -> dict[str, int]:
+    """File -> how long it must be."""
+    ends: dict[str, int] = defaultdict(int)
+    for item in (metadata.storage_data or {}).values():
+        ends[item.relative_path] = max(ends[item.relative_path], item.offset + item.length)
+    return dict(sorted(ends.items()))
+
+
+def _misplaced(metadata: Metadata) -> Iterator[Problem]:
+    """Chunks of tensors that have no place in a file, or one that is too small."""
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        for chunk in entry.chunks:
+            place = (metadata.storage_data or {}).get(MetadataIndex(key, chunk.offsets))
+            least = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+            if place is None:
+                yield Problem(f"{key}{list(chunk.offsets)}", "no place in any file", "one for every chunk", _REMEDY)
+            elif not place.transform_descriptors and (place.offset < 0 or place.length < least):
+                found = f"{place.length} bytes at {place.offset} of {place.relative_path}"
+                yield Problem(f"{key}{list(chunk.offsets)}", found, f"at least {least} bytes", _REMEDY)
+
+
+def _overlapping(metadata: Metadata) -> Iterator[Problem]:
+    """Things that share bytes of a file with the one before them."""
+    places = sorted((metadata.storage_data or {}).items(), key=lambda p: (p[1].relative_path, p[1].offset))
+    for (_, before), (index, place) in pairwise(places):
+        end = before.offset + before.length
+        if before.relative_path == place.relative_path and end > place.offset:
+            found = f"byte {place.offset} of {place.relative_path}, inside of another one's"
+            yield Problem(f"{index.fqn}{list(index.offset or ())}", found, f"byte {end} or a later one", _REMEDY)
 
 
 def _failures(error: Any, checkpoint_dir: Path, expected: str) -> list[Problem]:

@@ -7,6 +7,7 @@ means adding a row here and, for a new Transformer Engine class, an adapter in `
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,8 @@ _WHOLE: Block = (None, None)
 _FP8 = ("E4M3", "E5M2")
 _POWER_OF_TWO = (("power_of_two", 1),)
 _NVFP4_FLAGS = (("e4m3_max", 448), ("use_4over6", 0))
+_FLAG_VALUES = {"power_of_two": (0, 1), "e4m3_max": (256, 448), "use_4over6": (0, 1)}
+"""Values that flags can have."""
 
 SCHEMES: dict[str, SchemeRow] = {
     "per_tensor": SchemeRow(_FP8, (_rowwise("float32", _WHOLE),)),
@@ -187,6 +190,9 @@ class Scheme:
         unknown = [name for name, _ in self.flags if name not in known]
         if unknown:
             raise ValueError(f"scheme {self.name}: flags {', '.join(unknown)} are not among {', '.join(known)}")
+        bad = [f"{name}={value}" for name, value in self.flags if value not in _FLAG_VALUES.get(name, (value,))]
+        if bad:
+            raise ValueError(f"scheme {self.name}: flags {', '.join(bad)} have values that they cannot have")
         if [f for f in self.flags if known[f[0]] == f[1]] or list(self.flags) != sorted(set(self.flags)):
             raise ValueError(f"scheme {self.name}: flags {self.flags} are not sorted, or hold a default")
 
@@ -265,12 +271,12 @@ class Scheme:
         flags = value["flags"]
         if not isinstance(flags, Mapping) or not all(type(v) is int for v in flags.values()):
             raise ValueError(f"a scheme's flags are integers by name, found {flags!r}")
-        scheme = cls.of(
-            str(value["name"]),
-            str(value["element"]),
-            **{str(k): v for k, v in flags.items()},
-        )
-        if scheme.to_json() != dict(value):
+        name = str(value["name"])
+        defaults = dict(SCHEMES[name].flags) if name in SCHEMES else {}
+        changed = sorted((str(k), v) for k, v in flags.items() if v != defaults.get(str(k)))
+        scheme = cls(name, str(value["element"]), tuple(changed))
+        # As text: 1.0 and true equal 1, and are not what is written.
+        if json.dumps(scheme.to_json(), sort_keys=True) != json.dumps(dict(value), sort_keys=True):
             raise ValueError(f"scheme {scheme.name} of this version is {scheme.to_json()!r}, found {dict(value)!r}")
         return scheme
 

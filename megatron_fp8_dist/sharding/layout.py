@@ -205,9 +205,13 @@ def tiles(boxes: Sequence[Box], shape: Shape) -> bool:
 
 def phases(scheme: Scheme, origin: Sequence[int]) -> Shape:
     """Phase per axis of a fragment whose first element has index `origin` within its quantized shard."""
-    blocks = [scheme.block(grid, len(origin)) for d in scheme.directions for grid in d.grids]
-    moduli = [math.lcm(*(b for b in axis if b is not None), 1) for axis in zip(*blocks, strict=True)]
-    return tuple(o % m for o, m in zip(origin, moduli, strict=True))
+    return tuple(o % m for o, m in zip(origin, phase_moduli(scheme, len(origin)), strict=True))
+
+
+def phase_moduli(scheme: Scheme, ndim: int) -> Shape:
+    """What phases are taken modulo, per axis of a quantized shard of `ndim` axes; 1 where no block is finite."""
+    blocks = [scheme.block(grid, ndim) for d in scheme.directions for grid in d.grids]
+    return tuple(math.lcm(*(b for b in axis if b is not None), 1) for axis in zip(*blocks, strict=True))
 
 
 def slot_count(size: int, block: int | None, cut: bool, phase: int = 0) -> int:

@@ -29,7 +29,7 @@ from .expand import (
     values_of,
     walk,
 )
-from .layout import layer_key
+from .layout import Shape, grid_shape, layer_key
 from .load_task import LoadTask, Scales
 from .manifest import Manifest
 from .reshard import Source, grid_region, piece_regions, plan_source
@@ -167,6 +167,19 @@ def _bad_scales(task: LoadTask, source: Source) -> Iterator[Problem]:
                 yield Problem(
                     f"{region.key}{at}", f"scale {values[bad][0].item()}", "a finite scale that is not negative"
                 )
+            used = grid_shape(source.entry.scheme, grid, piece.fragment, source.entry.prepended_axes)
+            if _spare(values, used).any():
+                found = f"a scale that is not 0 beyond the {list(used)} blocks of a fragment"
+                yield Problem(f"{region.key}{list(region.box.offset)}", found, "0 in unused slots, and phases that fit")
+
+
+def _spare(slots: torch.Tensor, used: Shape) -> torch.Tensor:
+    """The slots of a fragment that no block has, the others zeroed."""
+    if tuple(slots.shape) == used:
+        return slots.new_zeros(())
+    out = slots.clone()
+    out[tuple(slice(0, n) for n in used)] = 0
+    return out
 
 
 def expand_for_load(state_dict: Any, plan: LoadPlan) -> Any:

@@ -20,6 +20,7 @@ from .layout import (
     Shape,
     TensorEntry,
     layer_key,
+    phase_moduli,
     phases,
     slot_count,
     tiles,
@@ -209,7 +210,26 @@ class _Reader:
             self.complain(f"{key} -> prepended_axes", prepended, "axes along which every fragment has extent 1")
         if len(self.problems) > before:
             return None
-        return TensorEntry(scheme, value["nominal_dtype"], shape, prepended, directions, grid, uneven)
+        entry = TensorEntry(scheme, value["nominal_dtype"], shape, prepended, directions, grid, uneven)
+        self.phases(key, entry)
+        return entry if len(self.problems) == before else None
+
+    def phases(self, key: str, entry: TensorEntry) -> None:
+        """Whether phases lie inside a block, and leave a fragment no more blocks than it has slots."""
+        axes, grid = entry.prepended_axes, entry.grid
+        moduli = (1,) * axes + phase_moduli(entry.scheme, len(entry.global_shape) - axes)
+        for axis, modulus in enumerate(moduli):
+            found = {p for _, p in grid.phases[axis]} if grid else {f.phase[axis] for f in entry.uneven}
+            for phase in sorted(p for p in found if p >= modulus):
+                self.complain(f"{key} -> phases -> axis {axis}", phase, f"a phase below {modulus}")
+            if grid is None or axis < axes:
+                continue
+            for spec in (g for d in entry.specs() for g in d.grids):
+                block = entry.scheme.block(spec, len(moduli) - axes)[axis - axes]
+                size, slots = grid.fragment_shape[axis], grid.slots[spec.component][axis]
+                for phase in sorted(p for p in found if block and -(-(p % block + size) // block) > slots):
+                    expected = f"a phase with which {size} elements meet {slots} blocks of {block}"
+                    self.complain(f"{key} -> phases -> axis {axis}", phase, expected)
 
     def scheme(self, key: str, value: Any) -> Scheme | None:
         try:
@@ -287,6 +307,9 @@ class _Reader:
         if not self.fields(where, value, {"num_layers", "quantized"}):
             return None
         layers, quantized = value["num_layers"], self.sizes(f"{where} -> quantized", value["quantized"], None)
+        if list(quantized) != sorted(set(quantized)):
+            self.complain(f"{where} -> quantized", list(quantized), "indices in order, each once")
+            return None
         if type(layers) is not int or any(q >= layers for q in quantized):
             self.complain(where, layers, "a number of layers above every quantized one")
             return None
