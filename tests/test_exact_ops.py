@@ -28,6 +28,7 @@ from megatron_fp8_dist.report import LoadReport
 from megatron_fp8_dist.te import tensors
 from tests import latent_attention_jobs, te_cpu
 from tests.elementwise import raw
+from tests.parameters import SCHEMES
 from tests.rankpool import RankPool
 from tests.te_cpu import Kind
 
@@ -37,16 +38,6 @@ CUT = (96, 64)
 """Rows of q and kv: no multiple of a block of 128."""
 KEYS = ("q_down.weight", "kv_down.weight")
 
-BLOCK_SCALED = [
-    Scheme("per_tensor", "E4M3"),
-    Scheme("blockwise_2d", "E4M3"),
-    Scheme("blockwise_1d", "E5M2"),
-    Scheme("mxfp8", "E4M3"),
-    Scheme("mxfp8_2d", "E4M3"),
-    Scheme("nvfp4", "E2M1"),
-    Scheme("nvfp4_2d", "E2M1"),
-    Scheme("nvfp4_row_scaled", "E2M1"),
-]
 TE_KINDS = [
     Kind("per_tensor"),
     Kind("blockwise_2d"),
@@ -57,7 +48,7 @@ TE_KINDS = [
     Kind("nvfp4_2d", "E2M1"),
 ]
 WEIGHTS = [
-    *(pytest.param(scheme, id=scheme.name) for scheme in BLOCK_SCALED),
+    *(pytest.param(scheme, id=scheme.name) for scheme in SCHEMES),
     *(pytest.param(kind, id=f"te-{kind}", marks=pytest.mark.te) for kind in TE_KINDS),
 ]
 each_weight = pytest.mark.parametrize("weight", WEIGHTS)
@@ -219,15 +210,15 @@ def test_a_part_that_no_entry_carries(tmp_path: Path, weight: Scheme | Kind) -> 
 
 
 def test_a_part_that_two_entries_carry(tmp_path: Path) -> None:
-    state = exact_state_dict(Fused(parameter(BLOCK_SCALED[1], 1)))
+    state = exact_state_dict(Fused(parameter(SCHEMES[1], 1)))
     state["more"] = ShardedTensor.from_rank_offsets("more", state[KEYS[0]].data)
     with pytest.raises(PlanningError, match="each part once"):
         save(state, tmp_path)
 
 
 def test_a_part_that_the_checkpoint_does_not_hold(tmp_path: Path) -> None:
-    save({"q": ShardedTensor.from_rank_offsets(KEYS[0], parameter(BLOCK_SCALED[0], 1, (96, 96)))}, tmp_path)
-    destination = Fused(parameter(BLOCK_SCALED[0], 2))
+    save({"q": ShardedTensor.from_rank_offsets(KEYS[0], parameter(SCHEMES[0], 1, (96, 96)))}, tmp_path)
+    destination = Fused(parameter(SCHEMES[0], 2))
     before = components(destination.weight)
     with pytest.raises(PlanningError, match=rf"found some parts of the parameter: {KEYS[0]}, expected all"):
         load(exact_state_dict(destination), tmp_path, strict="log_all")
@@ -248,10 +239,10 @@ def test_parts_of_different_schemes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("both", [True, False])
 def test_high_precision_parts_are_returned_for_the_model_to_quantize(tmp_path: Path, both: bool) -> None:
     values = torch.randn(96, 96), torch.randn(64, 96)
-    first = values[0] if both else nn.Parameter(quantized(BLOCK_SCALED[0], 1, (96, 96)))
+    first = values[0] if both else nn.Parameter(quantized(SCHEMES[0], 1, (96, 96)))
     stored = [first.bfloat16() if both else first, values[1].bfloat16()]
     save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in zip(KEYS, stored, strict=True)}, tmp_path)
-    destination = Fused(parameter(BLOCK_SCALED[0], 3))
+    destination = Fused(parameter(SCHEMES[0], 3))
     before = components(destination.weight)
     state = load(exact_state_dict(destination), tmp_path)
     assert report().quantized == 1
