@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from megatron_fp8_dist import (
     LoadOptions,
     SaveOptions,
     Scheme,
+    exact_ops,
+    expand_quantized,
     last_report,
     load,
     read_manifest,
@@ -27,7 +30,7 @@ from megatron_fp8_dist.report import LoadReport
 from megatron_fp8_dist.sharding.expand import leaves
 from megatron_fp8_dist.strategies.expansion import expand_load
 from megatron_fp8_dist.te import tensors
-from tests import formats, te_cpu
+from tests import formats, parameters, te_cpu
 from tests.elementwise import component_bytes
 from tests.megatron_cuts import split_tensor_factory
 from tests.te_cpu import Kind
@@ -133,6 +136,116 @@ def test_parameters_that_share_a_buffer(tmp_path: Path, scheme: Scheme) -> None:
     assert (component_bytes(one), component_bytes(other)) == before
     # One source for both is no contradiction.
     load({"1": entry(one, "a"), "2": entry(one.detach(), "a")}, tmp_path, options=STRICT)
+
+
+def halves(parameter: Any, key: str) -> dict[str, Any]:
+    with exact_ops():
+        return {f"{key}{i}": entry(p, f"{key}{i}") for i, p in enumerate(parameter.split(32))}
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_cut_parameters_that_share_a_buffer(tmp_path: Path, both: bool) -> None:
+    scheme = Scheme("per_tensor", "E4M3")
+    source = {k: quantized(scheme, i, scale=1.0 + i) for i, k in enumerate("ab")}
+    save(halves(source["a"], "a") | (halves(source["b"], "b") if both else {"b": entry(source["b"], "b")}), tmp_path)
+    one, other = sharing_scales(scheme)
+    before = component_bytes(one), component_bytes(other)
+    state = halves(one, "a") | (halves(other, "b") if both else {"b": entry(other, "b")})
+    with pytest.raises(PlanningError, match="buffers of its own"):
+        load(state, tmp_path, options=STRICT)
+    assert (component_bytes(one), component_bytes(other)) == before
+
+
+def test_buffers_without_memory_are_not_shared(tmp_path: Path) -> None:
+    save({k: entry(quantized(MXFP8, i), k) for i, k in enumerate("ab")}, tmp_path)
+    wanted = {k: entry(nn.Parameter(quantized(MXFP8, 3).detach().to("meta")), k) for k in "ab"}
+    expand_quantized(wanted, checkpoint_dir=tmp_path)
+    assert report().exact == 2
+
+
+def test_high_precision_into_an_alias_under_another_key(tmp_path: Path) -> None:
+    save({k: entry(torch.full((64, 96), 1.0 + i), k) for i, k in enumerate("ab")}, tmp_path)
+    one = quantized(MXFP8, 1)
+    loaded = load({"1": entry(one, "a"), "2": entry(one.detach(), "b")}, tmp_path)
+    assert [float(loaded[k].flatten()[0]) for k in "12"] == [1.0, 2.0]
+
+
+COPIES: dict[str, Any] = {
+    "clone": torch.clone,
+    "contiguous": torch.Tensor.contiguous,
+    "deepcopy": lambda t: deepcopy(t.detach()),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_copies_of_parts_are_saved_and_not_loaded(tmp_path: Path, copy: Any) -> None:
+    """A copy does not stand for the parameter: what is written into it, the parameter would not have."""
+    scheme = Scheme("per_tensor", "E4M3")
+
+    def cut(parameter: Any) -> dict[str, Any]:
+        with exact_ops():
+            return {str(i): entry(copy(p), str(i)) for i, p in enumerate(parameter.split(48, 1))}
+
+    source, destination = quantized(scheme, 1), quantized(scheme, 2)
+    save(cut(source), tmp_path)
+    before = component_bytes(destination)
+    with pytest.raises(PlanningError, match="a part of another quantized tensor"):
+        load(cut(destination), tmp_path)
+    assert component_bytes(destination) == before
+
+
+def test_a_clone_of_a_part_is_a_parameter_of_its_own(tmp_path: Path) -> None:
+    big, destination = quantized(MXFP8, 1, (128, 96)), quantized(MXFP8, 2)
+    source = nn.Parameter(big.detach()[64:].clone())
+    save(halves(source, "w"), tmp_path)
+    load(halves(destination, "w"), tmp_path, options=STRICT)
+    assert component_bytes(destination) == component_bytes(source)
+
+
+@pytest.mark.parametrize("shape", [(64, 0), (0, 64), (0, 0)], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme("per_tensor", "E4M3"), MXFP8, NVFP4], ids=lambda s: s.name)
+def test_quantizing_nothing(scheme: Scheme, shape: tuple[int, int]) -> None:
+    nothing = BlockScaledTensor.quantize(torch.zeros(shape), scheme)
+    assert tuple(nothing.dequantize().shape) == shape
+
+
+KINDS = [
+    pytest.param(MXFP8, id="mxfp8"),
+    pytest.param(Kind("per_tensor"), id="te-per_tensor", marks=pytest.mark.te),
+    pytest.param(Kind("mxfp8"), id="te-mxfp8", marks=pytest.mark.te),
+]
+CUTS: dict[str, Any] = {
+    "split": lambda t: t.split([32, 32]),
+    "chunk": lambda t: t.chunk(2),
+    "narrow": lambda t: [t.narrow(0, 0, 32), t.narrow(0, 32, 32)],
+    "tensor_split": lambda t: t.tensor_split(2),
+    "slice": lambda t: [t[:32], t[32:]],
+}
+
+
+@pytest.mark.parametrize("of", KINDS)
+@pytest.mark.parametrize("how", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad], ids=lambda m: m.__name__)
+def test_cuts_in_every_mode(tmp_path: Path, of: Any, how: Any, mode: Any) -> None:
+    def cut(parameter: Any) -> dict[str, Any]:
+        with mode(), exact_ops():
+            return {str(i): entry(p, str(i)) for i, p in enumerate(how(parameter))}
+
+    source, destination = (parameters.parameter(of, seed, (64, 96)) for seed in (1, 2))
+    save(cut(source), tmp_path)
+    load(cut(destination), tmp_path, options=STRICT)
+    assert report().exact == 1
+    for name, component in tensors.wrap(source).components().items():
+        assert torch.equal(tensors.wrap(destination).components()[name], component)
+
+
+@pytest.mark.te
+def test_a_restore_through_an_alias_leaves_no_stale_transpose(tmp_path: Path) -> None:
+    source, destination = (parameters.parameter(Kind("per_tensor"), seed, (64, 96)) for seed in (1, 2))
+    save({"w": entry(source)}, tmp_path)
+    load({"w": entry(destination.detach())}, tmp_path, options=STRICT)
+    # The parameter itself still takes its transpose for valid.
+    assert torch.equal(destination._transpose, source._data.t())
 
 
 def test_a_merge_that_computes_is_refused(tmp_path: Path) -> None:

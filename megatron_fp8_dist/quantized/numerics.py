@@ -138,6 +138,8 @@ def _block_amax(
     """float32 largest magnitude of each block; `values_in` gives the float32 values of a chunk."""
     sizes = [len(e) - 1 for e in edges]
     amax = torch.zeros(sizes, dtype=torch.float32, device=device)
+    if not math.prod(shape):
+        return amax
     index = [element_index(e) for e in edges]
     for chunk in chunks(shape):
         groups = [blocks[window] for blocks, window in zip(index, chunk, strict=True)]

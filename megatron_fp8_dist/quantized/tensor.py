@@ -223,7 +223,10 @@ class BlockScaledTensor(torch.Tensor):
     def _copied(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
         """All tensors through `fn`, which copies: the result owns its blocks."""
         directions = {n: d.map(fn) for n, d in self.directions.items()}
-        return BlockScaledTensor(self.scheme, directions, self.dtype, origin=self.origin)
+        # A copy of a part of a parameter is not that parameter: writing it would change nothing there.
+        return BlockScaledTensor(
+            self.scheme, directions, self.dtype, origin=self.origin, is_cut=self.part_of is not None
+        )
 
     def _with(self, directions: Mapping[str, Direction], **changed: Any) -> BlockScaledTensor:
         """A tensor that is like this one but for `directions` and what is named."""
@@ -296,9 +299,9 @@ class BlockScaledTensor(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
-        """A real copy, which owns its blocks."""
+        """A real copy, which owns its blocks; of a part, a copy of that part."""
         own: BlockScaledTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        own.is_cut, own.part_of = False, None
+        own.is_cut, own.part_of = self.part_of is not None, None
         return own
 
     @classmethod

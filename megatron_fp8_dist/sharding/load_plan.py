@@ -143,13 +143,16 @@ def _shared_buffers(tasks: Iterable[LoadTask]) -> Iterator[Problem]:
     """Parameters that are to be restored from different sources into one buffer (a scale that a clone shares, say)."""
     owners: dict[int, LoadTask] = {}
     for task in tasks:
-        if task.cut is not None or not tensors.is_quantized(task.param):
+        restores = any(source.entry is not None for source in task.sources)
+        if not restores or not tensors.is_quantized(task.param):
             continue
         for name, buffer in tensors.buffers(task.param).items():
-            other = owners.setdefault(buffer.data_ptr(), task) if buffer.numel() else task
-            if other.param is not task.param and other.sources != task.sources:
+            shared = buffer.numel() and not buffer.is_meta
+            other = owners.setdefault(buffer.data_ptr(), task) if shared else task
+            cut = task.cut is not None or other.cut is not None
+            if other.param is not task.param and (cut or other.sources != task.sources):
                 found = f"a {name} that {other.key} has too"
-                remedy = "Transformer Engine's clone() shares scales: build the parameter anew."
+                remedy = "Build it anew: a clone() of Transformer Engine's tensors shares their scales."
                 yield Problem(task.key, found, "a parameter with buffers of its own", remedy)
                 break
 

@@ -151,7 +151,7 @@ class SaveTask:
     def _cut(self) -> bool:
         """Whether fragments can start inside a block of their quantized shard; the same on all ranks."""
         param = self.original.data
-        part = isinstance(param, BlockScaledTensor) and param.is_cut
+        part = isinstance(param, BlockScaledTensor) and (param.is_cut or not param.is_whole())
         return part or isinstance(self.original, ShardedTensorFactory)
 
     def merge(self, loaded: Any) -> Any:

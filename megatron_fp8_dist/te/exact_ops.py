@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..quantized.tensor import BlockScaledTensor
 from . import tensors
@@ -43,6 +44,8 @@ def exact_ops() -> Iterator[None]:
     parameter: a save stores their bytes, and a load writes the whole parameter at once, in place. What a load returns
     for the parts can be joined again with `torch.cat`, which gives an alias of the parameter.
 
+    In inference mode a cut outside of the block cannot be told from other values: pass `model=` to `expand_quantized`.
+
     Raises:
         PlanningError: what is cut is of a Transformer Engine class that is not supported.
     """
@@ -56,6 +59,15 @@ class _ExactOps(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        quantized = [t for t in tree_leaves((args, kwargs)) if tensors.is_quantized(t)]
+        if torch.is_inference_mode_enabled() and quantized and not any(t.is_inference() for t in quantized):
+            # Composite operations (narrow, chunk) come here whole in inference mode, and parts of a tensor that was
+            # made outside of it can only be made outside of it.
+            with torch.inference_mode(False), torch.no_grad(), self:
+                return func(*args, **(kwargs or {}))
+        if quantized and func._can_decompose():
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         if func in _CUTS:
             args = (_exact(args[0]), *args[1:])
         elif func is aten.cat.default:

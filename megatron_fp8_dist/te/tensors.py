@@ -77,7 +77,10 @@ class _Float8:
             _untranspose(tensor._transpose).copy_(codes)
             return
         tensor._data.copy_(codes)
-        # A transpose that is allocated is stale now; TE makes it again from _data when it needs it.
+        if tensor._transpose is not None:
+            # Aliases have validity flags of their own, over the same memory.
+            _untranspose(tensor._transpose).copy_(codes)
+        # TE makes it again from _data when it needs it.
         tensor._transpose_invalid = True
 
 
@@ -189,6 +192,8 @@ def exact_part(value: torch.Tensor) -> BlockScaledTensor:
         PlanningError: a Transformer Engine class that is not supported.
     """
     whole = wrap(value)
+    if isinstance(value, BlockScaledTensor) and value.is_whole():
+        whole.origin = (0,) * value.dim()  # a clone of a part remembers where that part began
     whole.is_cut, whole.part_of = True, value
     return whole
 
