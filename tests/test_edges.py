@@ -329,17 +329,19 @@ def test_blocks_outside_of_the_saved_tensor_are_not_counted(tmp_path: Path) -> N
 @pytest.mark.te
 @pytest.mark.parametrize("kind", [Kind("blockwise_2d"), Kind("blockwise_1d"), Kind("mxfp8")], ids=str)
 @pytest.mark.parametrize("buffer", ["_rowwise_scale_inv", "_columnwise_scale_inv", "_columnwise_data"])
-@pytest.mark.parametrize("fault", ["short", "dtype"])
+@pytest.mark.parametrize("fault", ["short", "dtype", "flat"])
 def test_buffers_of_another_shape_or_dtype(tmp_path: Path, kind: Kind, buffer: str, fault: str) -> None:
     source: Any = te_cpu.empty(kind, (256, 256))
     tensors.restore(source, quantized(tensors.scheme_of(source), 1, (256, 256)).detach())
     save({"w": entry(nn.Parameter(source))}, tmp_path)
     destination: Any = nn.Parameter(te_cpu.empty(kind, (256, 256)))
     whole = getattr(destination, buffer)
-    setattr(destination, buffer, whole[: len(whole) // 4].clone() if fault == "short" else whole.to(torch.float64))
+    faults = {"short": whole[: len(whole) // 4].clone(), "dtype": whole.to(torch.float64), "flat": whole.flatten()}
+    setattr(destination, buffer, faults[fault])
     before = {n: b.clone() for n, b in te_cpu.buffers(destination).items()}
     direction, what = buffer[1:].split("_", maxsplit=1)[0], "codes" if buffer.endswith("data") else "scales"
-    with pytest.raises(PlanningError, match=rf"{KEY}: found a {type(source).__name__} with {direction} {what} of "):
+    found = f"with a {buffer} of 1 axes" if fault == "flat" else f"with {direction} {what} of "
+    with pytest.raises(PlanningError, match=rf"{KEY}: found a {type(source).__name__} {found}"):
         load({"w": entry(destination)}, tmp_path)
     after = te_cpu.buffers(destination)
     assert all(torch.equal(after[n].nan_to_num(), b.nan_to_num()) for n, b in before.items())

@@ -1,7 +1,7 @@
-"""Large tensors straight out of the files that torch.distributed.checkpoint wrote.
+"""Tensors out of the files that torch.distributed.checkpoint wrote, each compared with what the metadata says of it.
 
-DCP reads the whole of a stored chunk, whatever part of it is wanted, and copies that part out of it. Here the part
-alone is read, into the memory that it is wanted in.
+DCP casts and cuts what differs. It also reads the whole of a stored chunk, whatever part of it is wanted, and copies
+that part out of it: of a large chunk the part alone is read here, into the memory that it is wanted in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIRECT_BYTES = 16 << 20
 
 
 class DirectReader(dcp.FileSystemReader):
-    """DCP's reader, but for large chunks, and with a look at what it reads. A checkpoint's metadata is read once."""
+    """DCP's reader with tensors read here. A checkpoint's metadata is read once."""
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)

@@ -134,15 +134,15 @@ class SaveTask:
         quantized = tensors.is_quantized(param)
         # The original key decides what is mixed: re-keying after expansion renames a stack, it does not change it.
         stacked = [leaf.key in self.mixed for leaf in leaves(skeleton(self.original))]
-        built = rebuild(self.original, key, self._stored() if quantized else param, replica_id)
-        out = {}
+        built = rebuild(self.original, key, self._wrapped() if quantized else param, replica_id)
+        out, cut = {}, self._cut
         for i, (leaf, layered) in enumerate(zip(leaves(built), stacked, strict=True)):
             stack = StackRef(leaf.key, _layer(leaf), int(leaf.global_shape[0])) if layered else None
             single = drop_layer_axis(leaf) if layered else leaf
-            out[str(i)] = component_leaves(single, stack, self._cut) if quantized else single
+            out[str(i)] = component_leaves(single, stack, cut) if quantized else single
         return out
 
-    def _stored(self) -> BlockScaledTensor:
+    def _wrapped(self) -> BlockScaledTensor:
         """The parameter in the directions that are stored, so that what is left out need not be cut."""
         param = self.original.data
         return tensors.wrap(param).only(_stored(param, self.directions)[1])

@@ -1,7 +1,8 @@
 """Transformer Engine's block-scaled classes: their buffers as views in logical orientation.
 
 Their scale buffers are padded, some of them and some of the codes are transposed, and 2-D scaling repeats each scale
-along the tile. A view here has none of that: codes and scales as docs/format.md has them, over the same memory.
+along the tile. A view here has none of that: codes and scales as docs/format.md has them, over the same memory. Only
+FP4 codes of one direction that are wanted in the other are a copy: they are packed along another axis.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ class BlockAdapter:
 
     def _misshapen(self, tensor: Any, name: str) -> str | None:
         """What is wrong with the dtype or the shape of the buffers of direction `name`, or None."""
+        for buffer in (f"_{name}_data", f"_{name}_scale_inv"):
+            if getattr(tensor, buffer).dim() != 2:
+                return f"with a {buffer} of {getattr(tensor, buffer).dim()} axes"
         shape, amax = tuple(tensor.shape), self.amax(tensor, name)
         packed = tuple(s // 2 if self.packed and a == _packed_axis(name) else s for a, s in enumerate(shape))
-        grid = tuple(_ceil_div(s, b) for s, b in zip(shape, self.blocks(tensor, name), strict=True))
         checks = [
             ("codes", self.code_view(tensor, name), torch.uint8, packed),
-            ("scales", self.scale_view(tensor, name), self.scale_dtype, grid),
+            ("scales", self.scale_view(tensor, name), self.scale_dtype, self.grid_shape(tensor, name)),
         ]
         if amax is not None:
             checks.append(("amax", amax, torch.float32, (shape[0] if self.row_scaled(tensor) else 1, 1)))
@@ -88,9 +91,20 @@ class BlockAdapter:
         """Elements per entry of the class's own scale array of direction `name`; may be finer than the scheme's."""
         raise NotImplementedError
 
+    def grid_shape(self, tensor: Any, name: str) -> Blocks:
+        """Rows and columns of the class's own scale array of direction `name`, in logical orientation, unpadded."""
+        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
+        return rows, columns
+
+    def scale_transposed(self, tensor: Any, name: str) -> bool:
+        """Whether the scale buffer of direction `name` is transposed."""
+        raise NotImplementedError
+
     def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
         """Scales of direction `name` in logical orientation, without padding: a view."""
-        raise NotImplementedError
+        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
+        rows, columns = self.grid_shape(tensor, name)
+        return (buffer.t() if self.scale_transposed(tensor, name) else buffer)[:rows, :columns]
 
     def code_view(self, tensor: Any, name: str) -> torch.Tensor:
         """Codes of direction `name` in logical orientation: a view."""
@@ -225,12 +239,9 @@ class Blockwise(BlockAdapter):
             return 128, 128
         return (1, 128) if name == "rowwise" else (128, 1)
 
-    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
-        """See `BlockAdapter.scale_view`."""
-        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
-        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
-        flipped = (name == "columnwise") == bool(tensor._is_2D_scaled)
-        return (buffer.t() if flipped else buffer)[:rows, :columns]
+    def scale_transposed(self, tensor: Any, name: str) -> bool:
+        """See `BlockAdapter.scale_transposed`."""
+        return (name == "columnwise") == bool(tensor._is_2D_scaled)
 
 
 class MXFP8(BlockAdapter):
@@ -251,11 +262,9 @@ class MXFP8(BlockAdapter):
         """See `BlockAdapter.blocks`."""
         return (1, 32) if name == "rowwise" else (32, 1)
 
-    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
-        """See `BlockAdapter.scale_view`."""
-        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
-        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
-        return buffer[:rows, :columns]
+    def scale_transposed(self, tensor: Any, name: str) -> bool:
+        """See `BlockAdapter.scale_transposed`."""
+        return False
 
 
 class NVFP4(BlockAdapter):
@@ -285,11 +294,9 @@ class NVFP4(BlockAdapter):
         """See `BlockAdapter.blocks`."""
         return (1, 16) if name == "rowwise" else (16, 1)
 
-    def scale_view(self, tensor: Any, name: str) -> torch.Tensor:
-        """See `BlockAdapter.scale_view`."""
-        buffer: torch.Tensor = getattr(tensor, f"_{name}_scale_inv")
-        rows, columns = (_ceil_div(s, b) for s, b in zip(tensor.shape, self.blocks(tensor, name), strict=True))
-        return (buffer.t() if name == "columnwise" else buffer)[:rows, :columns].view(torch.uint8)
+    def scale_transposed(self, tensor: Any, name: str) -> bool:
+        """See `BlockAdapter.scale_transposed`."""
+        return name == "columnwise"
 
     def scale_names(self, name: str) -> list[str]:
         """See `BlockAdapter.scale_names`."""

@@ -22,7 +22,6 @@ _CUTS = frozenset(
         aten.split.Tensor,
         aten.split_with_sizes.default,
         aten.unbind.int,
-        aten.unsqueeze.default,
     }
 )
 """Operations on one tensor that Transformer Engine's classes answer with dequantized values, or with shared scales."""
@@ -39,10 +38,11 @@ def exact_ops() -> Iterator[None]:
             sharded_state_dict = model.sharded_state_dict()
         save(sharded_state_dict, checkpoint_dir)
 
-    Within the block narrow, slice, chunk, split, select, unbind and cat of a quantized parameter give
-    BlockScaledTensors over its buffers, which remember it. The entries of all of its parts together stand for the
-    parameter: a save stores their bytes, and a load writes the whole parameter at once, in place. What a load returns
-    for the parts can be joined again with `torch.cat`, which gives an alias of the parameter.
+    Within the block narrow, slice, chunk, split and cat of a quantized parameter give BlockScaledTensors over its
+    buffers, which remember it. The entries of all of its parts together stand for the parameter: a save stores their
+    bytes, and a load writes the whole parameter at once, in place. What a load returns for the parts can be joined
+    again with `torch.cat`, which gives an alias of the parameter. Single rows (select, unbind) and strided slices are
+    exact as well, but do not remember it: they can be saved, and a load into them is refused.
 
     In inference mode a cut outside of the block cannot be told from other values: pass `model=` to `expand_quantized`.
 
